@@ -33,6 +33,12 @@ def check_reducible(comm: ControlPlane, name: str, dtype: torch.dtype, op: Op) -
         raise ValueError(f"{name} on {comm}: {comm.backend.library} cannot reduce {dtype}; widen it first")
 
 
+def check_linear(comm: ControlPlane, name: str, dtype: torch.dtype, op: Op) -> None:
+    """Raise ValueError for an `op` that complex numbers do not have, or that does not treat their two parts apart."""
+    if op not in (ReduceOp.SUM, ReduceOp.AVG) and not isinstance(op, PreMulSum):
+        raise ValueError(f"{name} on {comm}: {op} of {dtype} is not defined; use SUM or AVG")
+
+
 def raise_bad_size(comm: ControlPlane, name: str, tensor: torch.Tensor, other: torch.Tensor, formula: str) -> NoReturn:
     """Raise ValueError for two tensors whose sizes do not match the formula."""
     sizes = f"{tensor.numel()} against {other.numel()} elements with N = {comm.size}"

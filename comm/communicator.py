@@ -21,7 +21,16 @@ import torch
 
 from .backend import Backend
 from .calls import FLOATS, CallList, CollectiveCall, Counts, Hook, Op, ReduceOp, Work, now
-from .checks import check_peer, check_rank, check_reducible, checked_counts, raise_bad_size, raise_bad_tensors, tensor_of_root
+from .checks import (
+    check_linear,
+    check_peer,
+    check_rank,
+    check_reducible,
+    checked_counts,
+    raise_bad_size,
+    raise_bad_tensors,
+    tensor_of_root,
+)
 from .control import ControlPlane
 from .members import check_lost
 from .streams import PAST, Event, Stream
@@ -58,8 +67,12 @@ class Communicator(ControlPlane):
 
         inp: N * n elements.   out: n elements.   In place when `out` is `inp[r * n : (r + 1) * n]`.
         Cost: (N - 1) * n elements received per rank. The MPI backend adds in rank order, so it is bitwise reproducible.
+        Complex numbers are reduced as pairs of real ones, by SUM, AVG and PreMulSum.
         Raises: as all_gather; also ValueError for an `op` that is not defined for the dtype (AVG of integers).
         """
+        if inp.is_complex() and out.is_complex():
+            check_linear(self, "reduce_scatter", inp.dtype, op)
+            out, inp = torch.view_as_real(out), torch.view_as_real(inp.resolve_conj())
         self._check("reduce_scatter", out, inp, op)
         self._check_size("reduce_scatter", inp, out, self.size * out.numel(), "inp.numel() == N * out.numel()")
         return self._call(stream, "reduce_scatter", out, inp, op)
@@ -71,6 +84,9 @@ class Communicator(ControlPlane):
         Cost: 2 * (N - 1) / N * n elements received per rank (small ones: (N - 1) * n).
         Raises: as reduce_scatter.
         """
+        if inp.is_complex() and out.is_complex():
+            check_linear(self, "all_reduce", inp.dtype, op)
+            out, inp = torch.view_as_real(out), torch.view_as_real(inp.resolve_conj())
         self._check("all_reduce", out, inp, op)
         self._check_size("all_reduce", out, inp, inp.numel(), "out.numel() == inp.numel()")
         return self._call(stream, "all_reduce", out, inp, op)
@@ -83,6 +99,9 @@ class Communicator(ControlPlane):
         Raises: as reduce_scatter; also ValueError for a root that is not a rank.
         """
         out = tensor_of_root(self, root, "reduce", "out", out)
+        if inp.is_complex():
+            check_linear(self, "reduce", inp.dtype, op)
+            out, inp = None if out is None else torch.view_as_real(out), torch.view_as_real(inp.resolve_conj())
         self._check("reduce", inp if out is None else out, inp, op)
         self._check_size("reduce", out, inp, inp.numel(), "out.numel() == inp.numel()")
         return self._call(stream, "reduce", out, inp, op, root)

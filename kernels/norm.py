@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from . import cuda, host
+from .pairs import as_pairs
 
 
 def total_norm(tensors: Sequence[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
@@ -16,6 +17,9 @@ def total_norm(tensors: Sequence[torch.Tensor], order: float, device: torch.devi
     Cost: each byte is read once; on the host, dtypes below float32 are first copied to float32.
     """
     filled = [tensor for tensor in tensors if tensor.numel()]
+    if any(tensor.is_complex() for tensor in filled):
+        # Their pairs have the same 2-norm; any other is that of the magnitudes.
+        filled = as_pairs(filled) if order == 2.0 else [tensor.abs() if tensor.is_complex() else tensor for tensor in filled]
     if not filled:
         return torch.zeros((), dtype=torch.float64, device=device)
     if order == 2.0 and filled[0].is_cuda:
@@ -39,6 +43,6 @@ def rescale(tensors: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
     Cost: each byte is read and written once; on CUDA none if the scale is 1.
     """
     if tensors and tensors[0].is_cuda:
-        cuda.rescale(tensors, scale)
+        cuda.rescale(as_pairs(tensors), scale)
     elif tensors:
         torch._foreach_mul_(list(tensors), scale)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from . import cuda, host
+from .pairs import as_pairs
 
 
 def pack_into(views: list[torch.Tensor], tensors: list[torch.Tensor], scale: float = 1.0) -> None:
@@ -28,5 +29,7 @@ def add_into(views: list[torch.Tensor], tensors: list[torch.Tensor], scale: floa
 
 
 def _pack(views: list[torch.Tensor], tensors: list[torch.Tensor], scale: float, accumulate: bool) -> None:
+    if views and views[0].is_complex():  # then so are all: complex parameters have groups of their own
+        views, tensors = as_pairs(views), as_pairs(tensors)
     if views:
         (cuda if views[0].is_cuda else host).pack(views, tensors, scale, accumulate)

@@ -40,8 +40,8 @@ def clip_grad_norm_(
     pp_mesh: the ranks that have the parameters of other pipeline stages, such as `mesh["pp"]`. The norm is then of the
         gradients of all stages, and error_if_nonfinite raises on the ranks of all, whichever stage it is. A parameter that is
         on several stages counts on each.
-    Returns: the norm before clipping, a 0-dim float32 tensor (float64 if a gradient is), the same on all ranks, on the mesh's
-        device.
+    Returns: the norm before clipping, a 0-dim float32 tensor (float64 if a gradient is, or complex128), the same on all ranks,
+        on the mesh's device. Complex numbers count by their magnitudes.
     Collective. Cost: an all-reduce of one float64 for each mesh (one more with tensor parallelism), an all-gather of one over
     pp_mesh, and one pass to scale; no host sync. error_if_nonfinite: for M meshes, M * M all-reduces of one byte, one more over
     pp_mesh, and a host sync.
@@ -65,7 +65,8 @@ def clip_grad_norm_(
     for local in (*meshes.values(), plain):
         if local:
             rescale(local, scale.to(local[0].device))
-    return norm if any(p.grad is not None and p.grad.dtype == torch.float64 for p in listed) else norm.float()
+    is_double = any(p.grad is not None and p.grad.dtype in (torch.float64, torch.complex128) for p in listed)
+    return norm if is_double else norm.float()
 
 
 def _local_grads(params: list[torch.Tensor]) -> tuple[list[torch.Tensor], dict[DeviceMesh, list[torch.Tensor]]]:

@@ -85,7 +85,10 @@ def _norms(func: Any, tensors: list[torch.Tensor], order: float, dtype: torch.dt
         indices_by_mesh.setdefault(tensor.spec.shard_mesh if isinstance(tensor, DTensor) else None, []).append(index)
     shards = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     norms = [
-        torch.linalg.vector_norm(shard.double(), order) if shard.numel() else shard.new_zeros(()).double() for shard in shards
+        torch.linalg.vector_norm(shard.to(torch.promote_types(shard.dtype, torch.float64)), order)
+        if shard.numel()
+        else shard.new_zeros((), dtype=torch.float64)
+        for shard in shards
     ]
     for mesh, indices in indices_by_mesh.items():
         local = torch.stack([norms[index] for index in indices])
@@ -94,7 +97,7 @@ def _norms(func: Any, tensors: list[torch.Tensor], order: float, dtype: torch.dt
         else:
             combined = combine(local**order, ReduceOp.SUM, mesh) ** (1.0 / order)
         for index, norm in zip(indices, combined, strict=True):
-            norms[index] = norm.to(dtype or tensors[index].dtype)
+            norms[index] = norm.to((dtype or tensors[index].dtype).to_real())
     return norms
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import shardrt
@@ -473,3 +474,28 @@ def test_what_has_a_place_can_be_pickled_and_is_freed(world: World) -> None:
 
 def fail(*_: object) -> None:
     raise RuntimeError("on purpose")
+
+
+class Seen(TorchDispatchMode):
+    """Remembers the operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (2, 5, 3), (2, 2, 5, 3), (0, 3)])
+def test_the_operations_are_those_of_torch(shape: tuple[int, ...]) -> None:
+    """A recomputation, whose operations a checkpoint compares, may run torch's own."""
+    for bias, wants_grad in ((nn.Parameter(torch.ones(4)), True), (None, True), (None, False)):
+        x, weight, seen = torch.ones(shape, requires_grad=wants_grad), nn.Parameter(torch.ones(4, 3)), []
+        for kind in (nn.Parameter, LinearWeight):
+            weight.__class__ = kind
+            with Seen() as mode:
+                out = nn.functional.linear(x, weight, bias)
+            seen.append((sorted(mode.names), out._is_view()))
+        assert seen[0] == seen[1]

@@ -3,7 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Any
 
@@ -100,6 +100,30 @@ def test_gathers_inside_transforms(world: World, case: str) -> None:
     with shardrt.unsharded(model):
         values = {name: param.detach().clone() for name, param in model.named_parameters()}
     torch.testing.assert_close(found, [results(lambda x: torch.func.functional_call(whole, values, (x,)))] * 2)
+
+
+@pytest.mark.parametrize("how", ["reshard_after_forward", "reshard_after_backward", "unsharded", "unshard", "written"])
+@on_ranks(2, more=(1, 3))
+def test_transforms_of_what_stays_gathered(world: World, how: str) -> None:
+    """A copy that a rank takes, or what was written to gathered parameters and goes to shards, is no part of a transform."""
+    torch.manual_seed(0)
+    whole = OddMLP(layers=1).double()
+    for transform in TRANSFORMS.values():
+        plain = copy.deepcopy(whole)
+        model: Any = shard_blocks(copy.deepcopy(whole), reshard_after_forward=False if how == "reshard_after_forward" else None)
+        model.set_reshard_after_backward(how != "reshard_after_backward")
+        for _ in range(2):
+            if how in ("unshard", "written"):
+                model.unshard()
+            if how == "written":
+                with torch.no_grad():
+                    for each in (plain, model):
+                        each.inp.weight.mul_(1.5)
+            with shardrt.unsharded(model) if how == "unsharded" else nullcontext():
+                torch.testing.assert_close(transform(model), transform(plain), rtol=1e-12, atol=1e-12)
+        loss_of(model, batch(0).chunk(world.size)[world.rank]).backward()
+        loss_of(plain, batch(0)).backward()
+        compare(plain, model, 1e-12, "a step after it")
 
 
 class FailingReduceScatter:

@@ -204,11 +204,12 @@ class Draw:
         self.open = False  # a forward has recorded a graph that no backward comes back to, so parameters are gathered
         choose, count = self.random.choice, self.random.choice((2, 3, 4))
         kinds = [choose(list(BLOCKS)) for _ in range(count)]
-        recomputed = [choose(("not", "not", "not", "all", "selected", "reentrant")) for _ in range(count)]
+        self.per_rank = choose((False, False, False, True))  # ranks skip different blocks
+        ways = ("not", "not", "not", "all", "selected", "reentrant")[: 4 if self.per_rank else 6]
+        recomputed = [choose(ways) for _ in range(count)]
         self.width = choose(WIDTHS)
         torch.manual_seed(seed)
         whole = Net(self.width, kinds, recomputed).double()
-        self.per_rank = choose((False, False, True))  # ranks skip different blocks
         self.plain = Side(whole, range(world.size), world.rank)
         self.ours = Side(copy.deepcopy(whole), [world.rank], world.rank)
         self.log.append(f"{kinds} {recomputed} width {self.width}, skips by rank {self.per_rank}")
@@ -282,7 +283,10 @@ class Draw:
     def generate(self) -> None:
         steps, key = self.random.randint(1, 2), self.new_key()
         self.note(f"generate {steps}")
-        self.compare_outputs([side.model.generate(rows(key, side.own), steps) for side in self.sides], "generation")
+        outs = [side.model.eval().generate(rows(key, side.own), steps) for side in self.sides]
+        for side in self.sides:
+            side.model.train()
+        self.compare_outputs(outs, "generation")
 
     def roll_out(self) -> None:
         """Each rank runs its own number of forwards with all parameters gathered."""
@@ -310,6 +314,8 @@ class Draw:
         block.reshard()
 
     def transform(self) -> None:
+        if self.per_rank:  # its own backward would take turns
+            return
         kind, key = self.random.choice(("jvp", "grad", "vmap")), self.new_key()
         self.note(f"transform {kind}")
         outs = []
@@ -413,7 +419,7 @@ class Draw:
     def micro_batch(self) -> None:
         """One or two forwards, then one backward of both, or one of each."""
         outs: dict[bool, list[list[torch.Tensor]]] = {True: [], False: []}
-        for _ in range(self.random.choice((1, 1, 2))):
+        for _ in range(1 if self.per_rank else self.random.choice((1, 1, 2))):
             key, skips = self.new_key(), self.skips()
             self.note(f"forward {key} {[sorted(s) for s in skips]}")
             if self.random.random() < 0.2:
@@ -423,7 +429,7 @@ class Draw:
                 outs[side.sharded].append(side.forward(key, skips))
             self.compare_outputs([outs[False][-1][self.world.rank], outs[True][-1][0]], "forward")
             self.between()
-        together = self.random.choice((True, False)) and not self.per_rank  # one after the other: a group has one turn
+        together = self.random.choice((True, False))
         order = list(range(len(outs[True])))
         self.random.shuffle(order)
         for backward in [order] if together else [[position] for position in order]:

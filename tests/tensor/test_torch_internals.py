@@ -1,12 +1,15 @@
 """Private names of torch: what each does, and that they are used in one file only."""
 
 import ast
+import contextlib
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from shardrt import torch_internals
 from shardrt.tensor.dtensor import DTensor
@@ -117,6 +120,44 @@ def test_outside_transforms() -> None:
 
     torch.func.grad(fn)(torch.ones(2))
     assert seen == [False]
+
+
+class Seen(torch_internals.TorchDispatchMode):
+    """Remembers the operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class SeesHooks(Seen):
+    sees_hooks = True
+
+
+@pytest.mark.parametrize("leave", [torch_internals.outside_modes, torch_internals.outside_transforms])
+def test_outside_modes(leave: Any) -> None:
+    """Modes are back afterwards, also after an exception, in their order; fake tensors stay fake."""
+    x = torch.ones(2)
+    with leave():
+        assert x.neg().sum() == -2
+    with Seen() as outer, SeesHooks() as hooks, Seen() as inner, contextlib.suppress(KeyError):
+        x.neg()
+        with leave():
+            x.exp()
+            with leave():
+                x.sin()
+            raise KeyError
+    with outer, inner:
+        with leave():
+            x.log()
+        x.abs()
+    assert (outer.names, inner.names, hooks.names) == (["neg", "abs"], ["neg", "abs"], ["neg", "exp", "sin"])
+    with FakeTensorMode() as fake, leave():
+        assert isinstance(torch.ones(2), type(fake.from_tensor(x)))
 
 
 def test_disabled_torch_function() -> None:

@@ -185,9 +185,15 @@ def _plan(
 def _divide(
     params: Sequence[nn.Parameter], resolved: dict[nn.Parameter, Placed], quantised: set[nn.Parameter], policies: Policies
 ) -> Iterator[tuple[type[Gather], QuantizationPolicy, list[nn.Parameter]]]:
-    """The groups that these parameters on one mesh form: those gathered whole, quantised ones by dtype, extensions."""
+    """The groups that these parameters on one mesh form: those gathered whole, quantised and complex ones by dtype, extensions.
+
+    Real gradients beside complex ones would be reduced as complex numbers.
+    """
     others = [param for param in params if param not in quantised]
-    yield FlatGather, UNQUANTISED, [param for param in others if not has_methods(resolved[param].local)]
+    whole = [param for param in others if not has_methods(resolved[param].local)]
+    yield FlatGather, UNQUANTISED, [param for param in whole if not param.is_complex()]
+    for dtype in dict.fromkeys(param.dtype for param in whole if param.is_complex()):
+        yield FlatGather, UNQUANTISED, [param for param in whole if param.dtype is dtype]
     for dtype in dict.fromkeys(param.dtype for param in params if param in quantised):
         yield FlatGather, policies.quantization, [param for param in params if param in quantised and param.dtype is dtype]
     for param in others:

@@ -431,7 +431,7 @@ def unsharded(module: nn.Module) -> Iterator[None]:
     """Inside the block, all sharded modules in `module`, itself included, stay gathered: forwards communicate nothing.
 
     Ranks may then run different numbers of forwards without gradients, or different parts of the model, for example to generate
-    texts of different lengths. Entering is collective, leaving is not.
+    texts of different lengths, also while a loss waits for its backward. Entering is collective, leaving is not.
     Parameters may be used by hand. Their gradients are averaged when a backward ends, here or later; one that begins later
     gathers what it needs. A parameter whose gradient some ranks lack counts as zero there; each rank must have one of some.
     Cost: the memory of all parameters in their compute dtypes; gradients are not reduced before a backward ends, and ranks

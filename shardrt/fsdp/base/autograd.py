@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from ...tensor.dtensor import DTensor
 from ...tensor.group_registry import Group
 from ...torch_internals import current_transform, outside_modes, unwrap_transform
-from .trees import Given
+from .trees import StandIns
 
 
 class GroupPhase(IntEnum):
@@ -193,7 +193,7 @@ class ModuleCalls:
     phase: GroupPhase  # written by move() and reset()
     running: bool  # one of the modules is in its forward; written by `module.run_forward` alone
     forward_call: ForwardCall  # the call of the module that runs, or ran last; written by `hooks` alone
-    given: Given | None  # what the module that runs was given in the place of tensors; written in `hooks` alone
+    stand_ins: StandIns | None  # what the module that runs was given in the place of tensors; written in `hooks` alone
     open_calls: set[ForwardCall]  # calls whose backward is under way
     _modules: Sequence[ref[nn.Module]]
     _not_run: set[ref[nn.Module]]  # modules that have not run since the last time that all had run
@@ -204,7 +204,7 @@ class ModuleCalls:
         self.phase = GroupPhase.IDLE
         self.running = False
         self.forward_call = ForwardCall()
-        self.given = None
+        self.stand_ins = None
         self.open_calls = set()
         self._modules = modules
         self._not_run = set(modules)

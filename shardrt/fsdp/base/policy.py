@@ -37,12 +37,13 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which a parameter of `dtype` is gathered. Integers are not cast."""
+        """The dtype in which a parameter of `dtype` is gathered. Integers and complex numbers are not cast."""
         return self.param_dtype if self.param_dtype is not None and dtype.is_floating_point else dtype
 
     def reduction_dtype(self, dtypes: Iterable[torch.dtype]) -> torch.dtype:
         """The dtype in which the gradients of parameters of these dtypes are accumulated and reduced together."""
-        return self.reduce_dtype or reduce(torch.promote_types, [self.compute_dtype(dtype) for dtype in dtypes])
+        own = reduce(torch.promote_types, [self.compute_dtype(dtype) for dtype in dtypes])
+        return self.reduce_dtype if self.reduce_dtype is not None and not own.is_complex else own
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):

@@ -18,8 +18,8 @@ from torch import nn
 _Slots = Sequence[tuple[Any, Any]]  # what a container has: index, key or name of a field, and the item there
 
 
-class Given:
-    """Tensors that a module is given, or returns, in the place of others: in the same places of the same containers.
+class StandIns:
+    """Tensors that a module is given, or returns, in the place of others, in the same places of the same containers.
 
     A tensor that is in several places is replaced once, and the other one has its attributes: these are the same dictionary.
     Lists, deques, dicts and dataclasses are changed where they are, and `take_back` puts the tensors back: what a module does

@@ -266,8 +266,9 @@ class Gather(ABC):
         """What has stayed gathered is read again, once the Work is done. Only if it is paused. keeps: as for launch()."""
         raise AssertionError("it is never paused")
 
-    def keep(self, stream: Stream) -> None:  # noqa: B027
+    def keep(self, stream: Stream) -> None:
         """What is gathered is kept from now on, as if it had been launched so. After fill_unsharded(), on its stream."""
+        return None
 
     def wait_for_readers(self) -> bool:
         """Wait until this rank's shards may be written: no other rank reads them. Returns: False if this one does."""

@@ -218,7 +218,7 @@ class GradientReduction:
 
     def has_place(self, position: int) -> bool:
         """Whether place() may make a tensor for this parameter: its gradient is packed as one piece, without a cast."""
-        is_packed = self._ranks > 1 and self.params[position].unsharded.dtype == self._dtype
+        is_packed = self._ranks > 1 and self.params[position].unsharded.dtype == self._dtype and self._dtype.is_floating_point
         return is_packed and position in self._ordinary.whole
 
     def place(self, position: int, compute: Stream) -> torch.Tensor | None:

@@ -83,6 +83,8 @@ class UnpackedReduction(GradientReduction):
         settings = self._settings
         if settings.reduce_hook is not None or settings.reduce_unused or settings.divide_factor not in (None, 1):
             return False
+        if self._dtype.is_complex and any(grad is not None and grad.is_conj() for grad in grads):
+            return False  # as torch's optimizers cannot take one that is conjugated lazily
         for grad, param in zip(grads, self.params, strict=True):
             if grad is not None and (
                 type(grad) is not torch.Tensor

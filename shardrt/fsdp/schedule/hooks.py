@@ -30,7 +30,7 @@ from ...torch_internals import in_backward, outside_modes, outside_transforms
 from ..base import events
 from ..base.autograd import BackwardProgress, ForwardCall, GroupPhase
 from ..base.events import Step, during
-from ..base.trees import Given, tensors_in
+from ..base.trees import StandIns, tensors_in
 from .param_group import ParamGroup
 from .registered import check_registered
 from .runtime import Runtime
@@ -84,9 +84,9 @@ def _watch_inputs(
 def _replace_inputs(
     group: ParamGroup, fn: Callable[[torch.Tensor], torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    group.calls.given = given = Given(group.name, fn)
-    args = tuple([given.replace(arg) for arg in args])
-    return args, {name: given.replace(arg) for name, arg in kwargs.items()} if kwargs else kwargs
+    group.calls.stand_ins = made = StandIns(group.name, fn)
+    args = tuple([made.replace(arg) for arg in args])
+    return args, {name: made.replace(arg) for name, arg in kwargs.items()} if kwargs else kwargs
 
 
 def post_forward(runtime: Runtime, group: ParamGroup, module: nn.Module, output: Any, *, made_nodes: bool) -> Any:
@@ -96,9 +96,9 @@ def post_forward(runtime: Runtime, group: ParamGroup, module: nn.Module, output:
     """
     dtype = group.mp_policy.output_dtype
     if dtype is not None:
-        output = Given(group.name, partial(_cast, dtype)).replace(output)
+        output = StandIns(group.name, partial(_cast, dtype)).replace(output)
     tensors = tensors_in(output)
-    if group.calls.given is not None:
+    if group.calls.stand_ins is not None:
         tensors = [*_take_back(group), *tensors]
     is_watched = (torch.is_grad_enabled() or made_nodes) and _watch_outputs(runtime, group, output, tensors)
     if not in_backward():
@@ -119,8 +119,8 @@ def _watch_outputs(runtime: Runtime, group: ParamGroup, output: Any, tensors: Se
 
 
 def _take_back(group: ParamGroup) -> list[torch.Tensor]:
-    given, group.calls.given = group.calls.given, None
-    return [] if given is None else given.take_back()
+    stand_ins, group.calls.stand_ins = group.calls.stand_ins, None
+    return [] if stand_ins is None else stand_ins.take_back()
 
 
 def _end_forward(

@@ -139,7 +139,8 @@ class Turns:
 
     @classmethod
     def of(cls, runtime: Steps, groups: Sequence[ParamGroup]) -> Turns | None:
-        """Those of a new iteration; None if none of the groups may be skipped.
+        """Those of a new iteration; None if none of the groups may be skipped, or none is: in evaluation all modules run, in
+        any order, such as those of `generate()`.
 
         Raises ValueError for a group of several modules that may be: its turn would come several times.
         """
@@ -151,7 +152,8 @@ class Turns:
                     f"{group.mesh.rank}), and some might run without the others: shard each by itself, or leave "
                     "skipped_modules out for them"
                 )
-        return cls(runtime) if skipped else None
+        trains = torch.is_grad_enabled() or runtime.root.modules[0].training
+        return cls(runtime) if skipped and trains else None
 
     def start_forward(self, group: ParamGroup) -> None:
         """`group` is about to run in forward."""
