@@ -288,7 +288,7 @@ class ParamGroup:
         As in one process, a forward makes its graph of the parameters that require gradients in it, and a backward, of
         whichever forward, gives gradients to those of them that require gradients when it begins.
         reduces: such gradients may follow. Otherwise only the graph is concerned, such as that of `enable_grad` in `no_grad`.
-        Cost: one comparison of lists, 40 ns for each parameter, in each forward and each backward.
+        Cost: a comparison of lists, 40 ns for each parameter, three times in a step; twice as much where parameters are known.
         """
         if self.visible.unsharded or self.visible.known:  # between two calls inside of one forward of the root; by the user
             self.pass_requires_grad_on()
