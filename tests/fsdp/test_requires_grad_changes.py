@@ -278,6 +278,12 @@ def test_the_gathered_parameters_pass_requires_grad_on(world: World) -> None:
     assert [param.requires_grad for param in seen] == [param.requires_grad for param in shards] == [True, True, *[False] * 26]
     loss.backward()
     assert [param.grad is not None for param in model.parameters()] == [True, True, *[False] * 26]
+    with torch.no_grad():
+        model(batch(world.rank).float())
+    for param in seen:  # kept by the user, while the modules see shards again
+        param.requires_grad_(True)
+    model(batch(world.rank).float()).sum().backward()
+    assert all(param.requires_grad and param.grad is not None for param in model.parameters())
 
 
 class PlainReduceScatter:
@@ -329,7 +335,7 @@ class Remembering(OddMLP):
 
     loss: torch.Tensor
 
-    def forward(self, x: torch.Tensor) -> None:
+    def forward(self, x: torch.Tensor) -> None:  # type: ignore[override]
         self.loss = super().forward(x).square().mean()
 
     @torch.no_grad()

@@ -29,6 +29,7 @@ class VisibleParams:
 
     unsharded: bool  # the modules see the unsharded parameters
     exposed: bool  # the user can reach the unsharded parameters
+    known: bool  # the user could once, and may have kept them; written by expose()
     was_exposed: bool  # or could since the last ParamGroup.follow_requires_grad(), which clears it; written by expose() as well
     _owners: list[tuple[dict[str, nn.Parameter | None] | Attributes, str, ShardedParam]]  # registry, attribute, parameter
     linear: Sequence[tuple[nn.Parameter, Place]]  # unsharded weights whose gradients have places; written by set_linear()
@@ -43,7 +44,7 @@ class VisibleParams:
 
     def __init__(self, params: Sequence[ShardedParam]) -> None:
         self.unsharded = False
-        self.exposed = self.was_exposed = False
+        self.exposed = self.was_exposed = self.known = False
         self.linear = ()
         self._owners = [(owner.registry, owner.attribute, param) for param in params for owner in param.owners]
         self._watched, self._plain, self._versions, self._hand_use = [], [], [], None
@@ -156,7 +157,7 @@ class VisibleParams:
         """From now on the user's code can reach the unsharded parameters: notice what it writes to them. No-op if exposed."""
         if self.exposed:
             return
-        self.exposed = self.was_exposed = True  # first: a signal handler's exception may end this anywhere
+        self.exposed = self.was_exposed = self.known = True  # first: a signal handler's exception may end this anywhere
         for param, watched in zip(self._plain, self._watched, strict=True):
             param.sharded, param.hand_use = watched.sharded, self._hand_use  # type: ignore[attr-defined]
             param.__class__ = GatheredParameter
