@@ -471,12 +471,20 @@ class Draw:
                 assert ours.grad is None, f"{name} {when}: a gradient on the sharded side only"
             else:
                 assert ours.grad is not None, f"{name} {when}: no gradient"
-                close(ours.grad.full_tensor(), plain.grad, f"gradient of {name} {when}")
+                close(whole(ours.grad), plain.grad, f"gradient of {name} {when}")
 
     def run(self) -> None:
         """Some steps, with something in between."""
-        others = (self.evaluate, self.generate, self.write, self.swap, self.freeze, self.roll_out, self.transform)
-        others += (self.set_something, self.prefetch, self.look, self.reference)
+        others: list[Callable[[], None]] = [
+            self.evaluate,
+            self.generate,
+            self.write,
+            self.swap,
+            self.freeze,
+            self.roll_out,
+            self.transform,
+        ]
+        others += [self.set_something, self.prefetch, self.look, self.reference]
         for _ in range(self.random.randint(2, 3)):
             for _ in range(self.random.randint(0, 2)):
                 self.random.choice(others)()
@@ -489,8 +497,13 @@ WRITES: dict[str, Callable[[Any], object]] = {
     "p.data.mul_": lambda p: p.data.mul_(0.9),
     "p.data =": lambda p: setattr(p, "data", p.data * 0.9),
     "p.data.copy_": lambda p: p.data.copy_(p.detach() * 0.9),
-    "foreach": lambda p: torch._foreach_mul_([p.data], 0.9),  # type: ignore[attr-defined]
+    "foreach": lambda p: torch._foreach_mul_([p.data], 0.9),
 }
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    found: torch.Tensor = tensor.full_tensor()
+    return found
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:

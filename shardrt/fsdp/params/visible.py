@@ -117,7 +117,7 @@ class VisibleParams:
         if (looks or self._asked) and not compiler_in_use():  # which cannot follow the class
             for param in self._plain:
                 if type(param) is nn.Parameter and (looks or id(param) in self._asked):
-                    param.__class__, param.handed = RunningParameter, self._handed
+                    param.__class__, param.handed = RunningParameter, self._handed  # type: ignore[attr-defined]
 
     def _follow_grad_mode(self) -> None:
         if not computes_in_place():
