@@ -228,7 +228,8 @@ def _post_backward(runtime: Runtime, group: ParamGroup, call: ForwardCall) -> No
         return
     if over:
         events.end(Step.BACKWARD, group)
-    repeats = runtime.prefetch.backward_repeats(group)
+    # A group has one turn, whatever a forward without gradients has recorded since.
+    repeats = runtime.turns is None and runtime.prefetch.backward_repeats(group)
     if due and not repeats:
         runtime.reduce(group)
     if over and not group.calls.open_calls and not repeats and group.calls.phase is GroupPhase.BACKWARD:
