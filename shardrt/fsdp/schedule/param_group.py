@@ -310,7 +310,7 @@ class ParamGroup:
         """Let the shards require gradients where code has let the gathered parameters, which it saw inside of a forward, or has
         kept since they were exposed. Those that are exposed do so themselves.
         """
-        if self.visible.was_exposed:
+        if self.visible.was_exposed or not self._shown:  # nothing was shown since attach()
             return
         with as_plain_tensors():  # Cost: 0.1 us; large weights have a class while modules run
             flags = list(map(requires_grad, self._unsharded))

@@ -39,7 +39,7 @@ def compare(root: ParamGroup, names: Mapping[nn.Module, str]) -> None:
     Raises ValueError on every rank alike.
     """
     mesh, own = root.device_mesh, (list(_buffers(root, names)), unwritten(names))
-    everyone = mesh.differing(own) or [own] * mesh.size
+    everyone = mesh.differing(own) or [own]  # alike on all
     _check([buffers for buffers, _ in everyone], root.name)
     if mesh.rank == 0 and (listed := _listed([found for _, found in everyone])):
         _log.warning(
