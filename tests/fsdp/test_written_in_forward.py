@@ -14,7 +14,7 @@ import shardrt
 from ranks import on_ranks, settings_of
 from shardrt import MixedPrecisionPolicy
 from shardrt.comm import World
-from toys import compare, refused
+from toys import compare, refused, uncompiled
 
 
 def clip_through_data(weight: Any) -> None:
@@ -87,6 +87,7 @@ def train(model: Any, steps: int) -> None:
 
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("how", ["usual", "kept", "recomputed", "gathered", "large", "a part is kept", "replicas", "after use"])
+@uncompiled()
 def test_writes_are_kept(world: World, how: str) -> None:
     """Those that all ranks make alike, by whatever means: as in one process, step after step."""
     for case, write in WRITES.items():
@@ -111,6 +112,7 @@ def test_writes_are_kept(world: World, how: str) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("node_memory", [True, False])
+@uncompiled()
 def test_precision_of_what_is_not_written(world: World, node_memory: bool) -> None:
     """Modules compute with bfloat16; elements that they do not write stay as they are."""
     with settings_of(world, node_memory=node_memory):
@@ -142,6 +144,7 @@ class Codebook(nn.Module):
 
 
 @on_ranks(2)
+@uncompiled()
 def test_writes_by_a_ranks_batch_are_named(world: World) -> None:
     """Each rank keeps its own; a warning names the parameter, once."""
     messages: list[str] = []
@@ -162,6 +165,7 @@ def test_writes_by_a_ranks_batch_are_named(world: World) -> None:
 
 
 @on_ranks(1, 2)
+@uncompiled()
 def test_an_assignment_of_another_shape(world: World) -> None:
     model = shardrt.fully_shard(Writes(lambda weight: None, 6))
 

@@ -249,7 +249,7 @@ def test_blocks_that_a_rank_holds(world: World, transport: type[Transport], forw
         storages = {
             each.data_ptr(): each.nbytes() // (8 * numel)
             for tensor in gc.get_objects()
-            if type(tensor) is torch.Tensor and tensor.dtype is torch.float64 and tensor.numel() % numel == 0
+            if type(tensor) is torch.Tensor and tensor.dtype is torch.float64 and tensor.numel() and tensor.numel() % numel == 0
             for each in [tensor.untyped_storage()]
         }
         most[0] = max(most[0], sum(storages.values()))

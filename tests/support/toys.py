@@ -15,7 +15,7 @@ import shardrt
 from shardrt.comm import ReduceOp, World
 from shardrt.comm.streams import InlineStream
 from shardrt.fsdp.memory import context
-from shardrt.fsdp.params import in_place
+from shardrt.fsdp.params import in_place, visible
 from shardrt.fsdp.schedule.param_group import ParamGroup
 
 Sharder = Callable[[nn.Module], object]
@@ -155,7 +155,8 @@ def overlapping() -> Iterator[None]:
 def uncompiled() -> Iterator[None]:
     """As in a process that has compiled nothing: other tests of this job may have."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(in_place, "compiler_in_use", lambda: False)
+        for module in (in_place, visible):
+            patch.setattr(module, "compiler_in_use", lambda: False)
         yield
 
 
