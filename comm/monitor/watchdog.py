@@ -205,7 +205,7 @@ class Watchdog(Hook):
         self._recorder.poll()
         self._activity.tick()
         overdue, idle = None, list[float]()
-        for (comm, _), watched in list(self._watched.items()):
+        for (comm, _), watched in self._watched.copy().items():  # other threads add to it; list() would fail then
             wait = watched.advance(elapsed)
             if wait is None or overdue is not None:
                 continue
