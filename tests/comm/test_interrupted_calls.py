@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import gc
 import os
 import signal
 import sys
@@ -193,15 +194,15 @@ def points(code: CodeType) -> frozenset[int]:
 
 
 class Interruption:
-    """In the block, raises TimeoutError at point `number` of the code in `folders`. seen: the points that were passed.
+    """In the block, raises TimeoutError at point `number` of the code in `folders`.
 
-    first: points count from the first call of this function on.
+    first: points count from the first call of this function on.   seen: the points that were passed.   place: the last one.
     """
 
     def __init__(self, number: int, *folders: Path, first: Callable[..., object] | None = None) -> None:
         self._number, self._folders, self._first = number, tuple(f"{folder}{os.sep}" for folder in folders), first
         self._passes = Counter[tuple[CodeType, int]]()
-        self.seen = 0
+        self.seen, self.place = 0, "nowhere"
 
     def __enter__(self) -> Interruption:
         sys.settrace(self._enter_frame)
@@ -226,7 +227,8 @@ class Interruption:
             self.seen += 1
             if self.seen == self._number:
                 sys.settrace(None)
-                raise TimeoutError(f"on purpose, at {frame.f_code.co_filename}:{frame.f_lineno}")
+                self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                raise TimeoutError(f"on purpose, at {self.place}")
         return self._trace
 
 
@@ -262,6 +264,16 @@ def test_an_exception_anywhere_in_a_call(world: World, name: str, others: str) -
         assert number > 40
 
 
+def text_of(path: Path) -> str:
+    """What another rank writes to a file within half a minute; else an empty string."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if path.exists() and (text := path.read_text()):
+            return text
+        time.sleep(0.001)
+    return ""
+
+
 @on_ranks(2)
 def test_an_exception_anywhere_in_a_step(world: World) -> None:
     """On all ranks in the same place between collectives: what is left saves, loads and trains as if nothing had been."""
@@ -273,6 +285,7 @@ def test_an_exception_anywhere_in_a_step(world: World) -> None:
         model(batch(0).float().chunk(world.size)[world.rank]).square().mean().backward()
         return [parameter.grad.full_tensor() for parameter in model.parameters()]
 
+    gc.collect()  # what other tests have left would be freed in the step of one rank, and not of another
     step()
     expected, weights = step(), [parameter.detach().full_tensor() for parameter in model.parameters()]
     folders = [COMM.parent / name for name in ("fsdp", "tensor")]
@@ -280,6 +293,9 @@ def test_an_exception_anywhere_in_a_step(world: World) -> None:
         for number in range(1, 100_000, 157):
             with Interruption(number, *folders) as interruption, suppress(TimeoutError):
                 step()
+            (folder / f"{number}-{world.rank}").write_text(interruption.place)
+            # Through files: ranks that have left the step in different places could not meet in a call.
+            assert interruption.place == text_of(folder / f"{number}-{1 - world.rank}"), number
             if interruption.seen < number:
                 break
             shardrt.checkpoint.save(folder / "saved", {"model": model})
