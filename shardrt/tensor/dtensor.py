@@ -39,7 +39,17 @@ class Rules(dict[Any, Rule]):
         return rule
 
 
+class FlagWrites:
+    """How often the `requires_grad` of a `DTensor` has changed since the process began."""
+
+    __slots__ = ("times",)
+
+    def __init__(self) -> None:
+        self.times = 0
+
+
 RULES = Rules()
+flag_writes = FlagWrites()
 at_a_parameter: list[Callable[[], None]] = []  # called when a `DTensor` becomes a parameter; written by `optimizer_steps.py`
 
 
@@ -389,6 +399,7 @@ def _set_requires_grad(tensor: DTensor, value: bool) -> None:
 
     Some operations make plain gradients, or sharded ones of what is replicated: sums, matrix products, mixed operands.
     """
+    flag_writes.times += value is not tensor.requires_grad
     torch.Tensor.requires_grad.__set__(tensor, value)  # type: ignore[attr-defined]
     for call in at_a_parameter:
         call()

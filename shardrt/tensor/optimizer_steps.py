@@ -44,7 +44,9 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     local_optimizers.end_step(optimizer, args, kwargs)
-    # It may have written by any means, such as a kernel that is given addresses: a new version marks the shards as changed.
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return
+    # Others may write by any means, such as a kernel that is given addresses: a new version marks the shards as changed.
     params = (param for group in optimizer.param_groups for param in group["params"])
     increment_version([param for param in params if type(param) is dtensor.DTensor and param.requires_grad])
 

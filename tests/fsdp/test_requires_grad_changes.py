@@ -238,6 +238,34 @@ def test_a_module_freezes_another_in_a_forward_around_both(world: World, order: 
         compare(whole, sharded, 1e-12, f"step {step}")
 
 
+class FrozenAgain(nn.Module):
+    """A layer that trains behind another one, then is frozen, and runs on what needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(3, 5), nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.layer(self.first(x[:, :3]))
+        self.layer.requires_grad_(False)
+        fixed = self.layer(x[:, :5])
+        self.layer.requires_grad_(True)
+        return (made - fixed).square().mean()
+
+
+@on_ranks(2, more=(1, 3))
+def test_a_gathered_layer_is_frozen_between_two_calls(world: World) -> None:
+    whole = FrozenAgain().double()
+    sharded: Any = copy.deepcopy(whole)
+    shardrt.fully_shard(sharded.layer, reshard_after_forward=False)
+    shardrt.fully_shard(sharded)
+    for step in range(3):
+        x = batch(step)[: 6 * world.size]
+        whole(x).backward()
+        sharded(x.chunk(world.size)[world.rank]).backward()
+        compare(whole, sharded, 1e-12, f"step {step}")
+
+
 class Thawing(OddMLP):
     """Its forward says what trains."""
 

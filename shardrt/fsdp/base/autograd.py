@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...tensor.dtensor import DTensor
 from ...tensor.group_registry import Group
-from ...torch_internals import current_transform, outside_modes, unwrap_transform
+from ...torch_internals import as_plain_tensors, current_transform, outside_modes, requires_grad, unwrap_transform
 from .trees import StandIns
 
 
@@ -243,10 +243,14 @@ class ModuleCalls:
             self.watch_again(params)
 
     def watch_again(self, params: Iterable[nn.Parameter]) -> None:
-        """Watch these parameters instead, in graphs that exist as well. No-op if no gradients are watched."""
-        if self._on_gradient is not None:
+        """Watch these parameters instead, in graphs that exist as well. No-op if no gradients are watched.
+
+        Those of them that code around the module has frozen where they stayed gathered get none.
+        """
+        if (callback := self._on_gradient) is not None:
             self._remove_watches()
-            self._watches = [param.register_post_accumulate_grad_hook(self._on_gradient) for param in params]
+            with as_plain_tensors():
+                self._watches = [each.register_post_accumulate_grad_hook(callback) for each in params if requires_grad(each)]
 
     @property
     def watches_gradients(self) -> bool:

@@ -47,11 +47,11 @@ class StandIns:
             if (found := self._made.get(id(value))) is None:
                 made = self._fn(value)
                 self._made[id(value)] = found = value, made
-                if made is not value:
-                    self._replaced.append(found)
-                    _share_attributes(value, made)
-            else:
-                made = found[1]
+                if made is value:
+                    return value
+                self._replaced.append(found)
+                _share_attributes(value, made)
+            made = found[1]
             if made.dtype is not value.dtype:
                 self._casts += 1
             return made

@@ -28,6 +28,7 @@ class Streams:
 
     def __init__(self, device: torch.device, *, replicas: bool) -> None:
         self.device = device
+        self._host_compute = comm.current_stream(device) if device.type == "cpu" else None  # always the same
         self.gather = comm.world().stream_for("gather")
         self.reduce = comm.world().stream_for("reduce")
         self.post_reduce = comm.world().stream_for("all_reduce") if replicas else self.reduce
@@ -39,7 +40,7 @@ class Streams:
 
         In a backward, autograd makes the stream of each node's forward current. Cost: 2 us on CUDA.
         """
-        return comm.current_stream(self.device)
+        return self._host_compute or comm.current_stream(self.device)
 
     def begin(self, optimizer_done: comm.Event | None = None) -> None:
         """An iteration starts on the caller's current stream; gathers read the shards as last written there.

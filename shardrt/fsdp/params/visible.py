@@ -129,10 +129,11 @@ class VisibleParams:
 
     def take_writes(self) -> list[ShardedParam]:
         """The parameters whose gathered form modules have written since the last time. Only while `ran`, and not exposed."""
-        self.ran, versions = False, [param._version for param in self._plain]
-        through_data = {id(param) for param, made in self._handed if made._version}
-        self._asked.update(id(param) for param, _ in self._handed)
-        self._handed.clear()
+        self.ran, versions, through_data = False, [param._version for param in self._plain], set[int]()
+        if self._handed:
+            through_data = {id(param) for param, made in self._handed if made._version}
+            self._asked.update(id(param) for param, _ in self._handed)
+            self._handed.clear()
         if self._forwards <= LOOKS or self._forwards % LOOKS == 0:
             self._end_look()
         if versions == self._versions and not through_data:

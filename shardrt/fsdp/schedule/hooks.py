@@ -125,7 +125,6 @@ def _take_back(group: ParamGroup) -> list[torch.Tensor]:
 def _end_forward(
     runtime: Runtime, group: ParamGroup, module: nn.Module, tensors: Sequence[torch.Tensor], *, is_watched: bool
 ) -> None:
-    group.pass_requires_grad_on()
     if runtime.turns is not None and not group.runs_alone:
         runtime.turns.end_forward(group)
     if group.reshards_after_forward:
@@ -134,6 +133,7 @@ def _end_forward(
     if group is runtime.root:
         runtime.end_forward(until_backward=is_watched)
     elif group.visible.unsharded and (group.settings.user_has_unsharded or runtime.root.calls.phase is GroupPhase.IDLE):
+        group.pass_requires_grad_on()
         group.leave_unsharded(until_backward=is_watched)  # code outside of the module may compute with its parameters now
 
 

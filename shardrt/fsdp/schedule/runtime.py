@@ -179,6 +179,7 @@ class Runtime(context.Context):
         group.calls.move(GroupPhase.IDLE, group)
         used_next = not group.runs_alone and self.prefetch.forward_ends(group, has_graph=self.recorded)
         if is_last and group.reshards_after_forward and not used_next and not self.keeps_gathered:
+            group.pass_requires_grad_on()
             group.finish_forward()
         if is_last and group.ready is not None:
             group.gather.pause()
