@@ -47,6 +47,7 @@ def clip_grad_norm_(
     pp_mesh, and a host sync.
     Raises ValueError for a norm_type <= 0, and for a `Partial` gradient.
     """
+    norm_type = float(norm_type)  # also "inf"
     if norm_type <= 0:
         raise ValueError(f"clip_grad_norm_(norm_type={norm_type}): expected a positive number or inf")
     given = [parameters] if isinstance(parameters, torch.Tensor) else parameters

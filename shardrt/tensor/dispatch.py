@@ -87,6 +87,7 @@ _IN_PLACE_ON_FULL_TENSORS = (
     "addmm_ cumprod_ cumsum_ eye fill_diagonal_ index_add_ index_copy_ index_fill_ masked_scatter_ put_ renorm_ scatter_ "
     "scatter_add_ tril_ triu_"
 )
+_LAZY = ("_conj", "_neg_view")  # a bit of the tensor says so, which no wrapper can have
 # The `_foreach_*` and `_fused_*` operations that are defined: elementwise ones, and the norm. All others of these names raise,
 # among them the `_fused_*` optimizer steps that are not in place.
 _FOREACH = (
@@ -138,6 +139,8 @@ def _row_of(func: Any) -> Rule:
         return raise_undefined  # the rules return new tensors, and would not write the outputs
     if name in _BY_NAME:
         return _BY_NAME[name]
+    if name in _LAZY:
+        return _resolved
     if func in RANDOM:
         return _random
     if name.startswith(("_foreach_", "_fused_")):
@@ -150,6 +153,12 @@ def _row_of(func: Any) -> Rule:
     if name in (_IN_PLACE_ON_FULL_TENSORS if func._schema.is_mutable else _ON_FULL_TENSORS).split():
         return run_gathered
     return raise_undefined
+
+
+def _resolved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """`conj`, and the imaginary part of one: on the shards, with its values, which torch would make at the next operation."""
+    (tensor,) = args
+    return DTensor(func(tensor._local_tensor).resolve_conj().resolve_neg(), tensor.spec)
 
 
 def _on_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -80,7 +80,8 @@ class GatheredView(torch.Tensor):
         check_gradients(func, args, [view._origin for view in views if view.requires_grad])
         out = func(*_plain(args), **_plain(kwargs))
         if func.is_view:
-            return args[0]._wrap_views(out)
+            lazy = isinstance(out, torch.Tensor) and (out.is_conj() or out.is_neg())  # which a wrapper cannot show
+            return out.resolve_conj().resolve_neg() if lazy else args[0]._wrap_views(out)
         replicated = next((view for view in views if view._full is view._origin._local_tensor), None)
         return (
             _replicated_view(out, replicated._origin.spec.mesh)

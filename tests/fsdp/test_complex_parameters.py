@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -213,3 +214,32 @@ def test_tensors(world: World) -> None:
         torch.testing.assert_close(torch.as_tensor(found), expected)
     summed = shardrt.DTensor.from_local(plain, world.mesh, [shardrt.Partial()]).full_tensor()
     torch.testing.assert_close(summed, plain * world.size)
+
+
+CONJUGATES: dict[str, Callable[[Any], Any]] = {
+    "conj": lambda p: p.conj(),
+    "conj + p": lambda p: p.conj() + p,
+    "p * conj": lambda p: p * p.conj(),
+    "mH": lambda p: p.mH,
+    "detached": lambda p: p.detach().conj().resolve_conj(),
+    "imag": lambda p: p.conj().imag,
+    "exp": lambda p: p.exp().real.sum(),
+    "square": lambda p: (p * p).abs().square().sum(),
+    "reciprocal": lambda p: (1 / p).abs().sum(),
+}
+
+
+@pytest.mark.parametrize("name", CONJUGATES)
+@on_ranks(1, 2, 3)
+def test_conjugates_of_shards(world: World, name: str) -> None:
+    """Their values, and the gradients whose formulas have them."""
+    torch.manual_seed(0)
+    whole = nn.Parameter(torch.randn(7, 5, dtype=torch.complex128))
+    sharded: Any = nn.Parameter(shardrt.distribute_tensor(whole.detach().clone(), world.mesh, [shardrt.Shard(0)]))
+    expected, found = CONJUGATES[name](whole), CONJUGATES[name](sharded)
+    values = found.full_tensor() if isinstance(found, shardrt.DTensor) else found + 0
+    torch.testing.assert_close(values.detach(), expected.detach().resolve_conj().resolve_neg())
+    if expected.dim() == 0:
+        expected.backward()
+        found.backward()
+        torch.testing.assert_close(sharded.grad.full_tensor().resolve_conj(), whole.grad.resolve_conj())

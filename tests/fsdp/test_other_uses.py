@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import shardrt
+from checkpoints import shared_folder
 from ranks import on_ranks
 from shardrt import QuantizationPolicy
 from shardrt.comm import Communicator, Op, Stream, Work, World
@@ -287,6 +288,21 @@ def log() -> Iterator[list[str]]:
         yield lines
     finally:
         logging.getLogger("shardrt").removeHandler(handler)
+
+
+@on_ranks(1, 2)
+def test_buffers_without_values_after_a_load_are_named(world: World) -> None:
+    """A load gives memory to all of a model that was built on meta, and values to what it has stored."""
+    saved = shard_blocks(Rotary())
+    with torch.device("meta"):
+        model = Rotary()
+    shard_blocks(model)
+    with shared_folder(world) as folder, log() as lines:
+        shardrt.checkpoint.save(folder / "saved", {"model": saved})
+        shardrt.checkpoint.load(folder / "saved", {"model": model})
+        model(batch(world.rank).float())
+    tables = ", ".join(f"'{name}'" for name, _ in model.named_buffers() if name.endswith("table"))
+    assert [line for line in lines if line.startswith(f"without values: {tables}: ")] == lines * (world.rank == 0)
 
 
 @on_ranks(1, 2)

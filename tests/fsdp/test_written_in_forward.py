@@ -178,3 +178,63 @@ def test_an_assignment_of_another_shape(world: World) -> None:
         lambda: model(torch.ones(2, 5)),
         RuntimeError,
     )
+
+
+class Quantised(nn.Linear):
+    """Computes with other weights than it has, and puts its own back."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = self.weight.data
+        self.weight.data = (before * 4).round() / 4
+        out = super().forward(x)
+        self.weight.data = before
+        return out
+
+
+class Exchanging(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.full((4, 6), 0.1)), nn.Parameter(torch.full((4, 6), 0.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.a.data, self.b.data = self.b.data, self.a.data
+        return x @ self.a.t()
+
+
+class Late(nn.Linear):
+    """Begins to assign its weight when nobody looks at each forward any more."""
+
+    forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        if self.forwards in (19, 21, 22):
+            self.weight.data = self.weight.data * 0.5
+        return super().forward(x)
+
+
+ASSIGNING: dict[str, Callable[[], nn.Module]] = {
+    "quantised": lambda: Quantised(6, 4),
+    "exchanging": Exchanging,
+    "late": lambda: Late(6, 4),
+}
+
+
+@pytest.mark.parametrize("kind", ASSIGNING)
+@pytest.mark.parametrize("after", [True, False])
+@on_ranks(2, more=(1, 3))
+def test_data_that_is_assigned_in_a_forward(world: World, kind: str, after: bool) -> None:
+    """It has the new values, and what was taken of it before keeps the old ones."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(ASSIGNING[kind](), nn.Linear(4, 3)).double()
+    sharded: Any = copy.deepcopy(whole)
+    shardrt.fully_shard(sharded[0], reshard_after_forward=after)
+    shardrt.fully_shard(sharded)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.05) for model in (whole, sharded)]
+    for step in range(26):
+        x = torch.randn(2 * world.size, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        for model, optimizer, rows in zip((whole, sharded), optimizers, (x, x.chunk(world.size)[world.rank]), strict=True):
+            model(rows).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        compare(whole, sharded, 1e-10, f"step {step}")

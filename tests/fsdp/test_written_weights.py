@@ -3,6 +3,7 @@
 import copy
 import ctypes
 import functools
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -308,3 +309,72 @@ def test_storages_cannot_be_exchanged(world: World) -> None:
             torch.utils.swap_tensors(model.weight, nn.Parameter(model.weight.detach().clone()))
         with pytest.raises(NotImplementedError, match=r"set_.*parameter 'weight'"), torch.no_grad():
             model.weight.set_(torch.ones(4, 4))
+
+
+@pytest.mark.parametrize("after", [True, None, False])
+@on_ranks(2, more=(1,))
+@with_and_without_copies
+def test_a_teacher_between_forward_and_backward(world: World, after: bool | None) -> None:
+    """Its weights are written in and out again: the backward uses those of its own forward."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    sharded = copy.deepcopy(whole)
+    shardrt.fully_shard(sharded, reshard_after_forward=after)
+    for model in (whole, sharded):
+        x, params = torch.ones(2, 4, dtype=torch.float64), list(model.parameters())
+        loss = model(x).square().sum()
+        own = [param.data for param in params]
+        for param in params:
+            param.data = torch.zeros_like(param)
+        with torch.no_grad():
+            assert not model(x).any()
+        for param, data in zip(params, own, strict=True):
+            param.data = data
+        loss.backward()
+    for param, expected in zip(sharded.parameters(), whole.parameters(), strict=True):
+        assert isinstance(param.grad, DTensor)
+        torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
+
+
+@on_ranks(2, more=(1,))
+def test_gradients_are_seen_after_a_forward_whose_graph_is_dropped(world: World) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    shardrt.fully_shard(model[0])
+    shardrt.fully_shard(model)
+    x = torch.full((2, 4), float(world.rank + 1))
+    model(x).square().sum().backward()
+    expected = torch.nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None])
+    model(x).detach()
+    assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3) == expected > 1e-3
+    clipped = torch.nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None])
+    torch.testing.assert_close(float(clipped), 1e-3)
+    for param in model.parameters():
+        param.grad = None
+    for module in (model, model[0]):
+        module.reshard()
+    assert all(isinstance(param, DTensor) and param.grad is None for param in model.parameters())
+
+
+class UsesLate(nn.Module):
+    """Computes with the weight of a module inside, after that has run."""
+
+    def __init__(self, wait_s: float) -> None:
+        super().__init__()
+        self.inner, self.wait_s = nn.Linear(4, 4, bias=False), wait_s
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.inner(x)
+        time.sleep(self.wait_s)
+        return nn.functional.linear(made, self.inner.weight)
+
+
+@on_ranks(2)
+def test_other_ranks_wait_to_write_what_a_forward_without_a_graph_still_reads(world: World) -> None:
+    model = UsesLate(0.3 if world.rank == 1 else 0.0)
+    nn.init.eye_(model.inner.weight)
+    shardrt.fully_shard(model.inner, reshard_after_forward=False)
+    shardrt.fully_shard(model)
+    with torch.no_grad():
+        for step in range(3):
+            assert mean(model(torch.ones(2, 4))) == 4.0**step
+            model.inner.weight.mul_(2)

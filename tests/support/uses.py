@@ -1,8 +1,9 @@
 """Random uses of a sharded model, each beside one process that does the work of all ranks, in float64.
 
 A seed draws a model, how it is sharded, and what its user does: forwards and backwards in several orders, without and with
-synchronisation; modules that are frozen, skipped, recomputed, gathered by hand; evaluation, generation and transforms in
-between; weights written by several means. Both sides run the same code; the plain one for each rank in turn.
+synchronisation; modules that are frozen, skipped, recomputed, gathered by hand, copied; penalties on parameters in the loss, by
+functions on shards and by hand; evaluation, generation and transforms in between; weights written by several means. Both sides
+run the same code; the plain one for each rank in turn.
 
     mpirun -n 3 python tests/support/uses.py FIRST COUNT    runs these seeds until one fails
 """
@@ -35,14 +36,69 @@ from shardrt.comm import World
 from toys import OddBlock, buckets_of
 
 WIDTHS = (7, 24)  # of small models; a bucket is as large as the second's blocks, or takes them all
-TOLERANCE = 1e-9
+TOLERANCE, MIXED_TOLERANCE = 1e-9, 1e-3  # of the elements; of the largest one where modules compute in float32
 
 
 class Refused(Exception):
-    """A use that one process refuses."""
+    """A use that one process refuses, or that cannot be compared."""
 
 
 # ---------------------------------------------------------------------- the model
+
+
+@dataclass
+class Record:
+    """What blocks add to."""
+
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    last: torch.Tensor | None = None
+
+
+Seen = list[torch.Tensor] | dict[str, torch.Tensor] | Record
+
+
+def add_to(seen: Seen, tensor: torch.Tensor) -> None:
+    """Change a container that a block was given."""
+    if isinstance(seen, Record):
+        seen.tensors.append(tensor)
+        seen.last = tensor
+    elif isinstance(seen, dict):
+        seen[str(len(seen))] = tensor
+    else:
+        seen.append(tensor)
+
+
+def total(seen: Seen) -> Any:
+    if isinstance(seen, Record):
+        return sum(seen.tensors) + (0 if seen.last is None else seen.last)
+    return sum(seen.values() if isinstance(seen, dict) else seen)
+
+
+class Fused(torch.autograd.Function):
+    """A linear layer that computes its own gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.T @ x, grad.sum(0)
+
+
+class HalfSquare(torch.autograd.Function):
+    """Half the sum of squares of a parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, param: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(param)
+        return param.square().sum() / 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * ctx.saved_tensors[0]
 
 
 class Residual(nn.Module):
@@ -53,10 +109,10 @@ class Residual(nn.Module):
         self.inner = nn.Linear(width, width)
         self.uses = uses
 
-    def forward(self, x: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, seen: Seen) -> torch.Tensor:
         for _ in range(self.uses):
             x = x + torch.tanh(self.inner(x))
-        seen.append(x.square().mean())
+        add_to(seen, x.square().mean())
         return x
 
 
@@ -69,7 +125,7 @@ class Adapted(nn.Module):
         self.base.requires_grad_(False)
         self.enabled = True
 
-    def forward(self, x: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, seen: Seen) -> torch.Tensor:
         out = self.base(x)
         return x + torch.tanh(out + self.up(self.down(x)) if self.enabled else out)
 
@@ -81,7 +137,7 @@ class Plain(nn.Module):
         super().__init__()
         self.inner = OddBlock(width)
 
-    def forward(self, x: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, seen: Seen) -> torch.Tensor:
         return self.inner(x)
 
 
@@ -96,8 +152,9 @@ BLOCKS: dict[str, Callable[[int], nn.Module]] = {
 class Net(nn.Module):
     """Blocks that may be skipped or recomputed."""
 
-    def __init__(self, width: int, kinds: Sequence[str], recomputed: Sequence[str]) -> None:
+    def __init__(self, width: int, kinds: Sequence[str], recomputed: Sequence[str], *, container: type, fused: bool) -> None:
         super().__init__()
+        self.container, self.fused = container, fused
         self.inp = nn.Linear(5, width)
         self.blocks = nn.ModuleList(BLOCKS[kind](width) for kind in kinds)
         self.out = nn.Linear(width, 3)
@@ -105,17 +162,23 @@ class Net(nn.Module):
         self.skipped: frozenset[int] = frozenset()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x, seen = self.inp(x), []  # type: ignore[var-annotated]
+        x, seen = self.inp(x), self.container()
         for position, (block, how) in enumerate(zip(self.blocks, self.recomputed, strict=True)):
             if position not in self.skipped:
                 x = RECOMPUTED[how](block, x, seen if how == "not" else [])
-        return self.out(x) + sum(seen)
+        out = Fused.apply(x, self.out.weight, self.out.bias) if self.fused and not transforms() else self.out(x)
+        return out + total(seen)
 
     @torch.no_grad()
     def generate(self, x: torch.Tensor, steps: int) -> torch.Tensor:
         for _ in range(steps):
             x = nn.functional.pad(self(x), (0, 2), value=0.5)
         return x
+
+
+def transforms() -> bool:
+    """Whether a transform of `torch.func` is active, which such functions refuse."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 _policy = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
@@ -144,6 +207,12 @@ class Side:
     def sharded(self) -> bool:
         return isinstance(self.model, shardrt.FSDPModule)
 
+    def penalties(self, names: Sequence[str], how: str) -> list[torch.Tensor]:
+        """Half the sum of squares of each of these parameters, once for all ranks."""
+        if how == "function":
+            return [HalfSquare.apply(self.named[name]) for name in names]
+        return [full(self.named[name]).square().sum() / 2 for name in names]
+
     def forward(self, key: int, skips: Sequence[frozenset[int]]) -> list[torch.Tensor]:
         """The outputs of a forward, by rank."""
         outs = []
@@ -153,9 +222,9 @@ class Side:
         self.model.skipped = frozenset()
         return outs
 
-    def backward(self, outs: Sequence[list[torch.Tensor]]) -> None:
+    def backward(self, outs: Sequence[list[torch.Tensor]], penalties: Sequence[torch.Tensor] = ()) -> None:
         """Raises Refused if one process cannot do it."""
-        loss: Any = sum(out.square().mean() / len(some) for some in outs for out in some)
+        loss: Any = sum(out.square().mean() / len(some) for some in outs for out in some) + sum(penalties)
         try:
             loss.backward()
         except RuntimeError as error:  # such as a recomputation with other parameters frozen
@@ -210,14 +279,21 @@ class Draw:
         recomputed = [choose(ways) for _ in range(count)]
         self.width = choose(WIDTHS)
         torch.manual_seed(seed)
-        whole = Net(self.width, kinds, recomputed).double()
+        container, fused = choose((list, list, dict, Record)), self.random.random() < 0.3
+        self.mixed = self.random.random() < 0.25
+        whole = Net(self.width, kinds, recomputed, container=container, fused=fused).double()
         self.plain = Side(whole, range(world.size), world.rank)
         self.ours = Side(copy.deepcopy(whole), [world.rank], world.rank)
-        self.log.append(f"{kinds} {recomputed} width {self.width}, skips by rank {self.per_rank}")
+        self.log.append(f"{kinds} {recomputed} width {self.width}, skips by rank {self.per_rank}, {container.__name__}")
+        self.log.append(f"fused {fused}, mixed {self.mixed}")
         self.shard()
-        make = choose(list(OPTIMIZERS))
+        self.optimizer = choose(list(OPTIMIZERS))
         for side in self.sides:
-            side.optimizer = OPTIMIZERS[make](side.model.parameters())
+            side.optimizer = OPTIMIZERS[self.optimizer](side.model.parameters())
+
+    @property
+    def tolerance(self) -> float:
+        return MIXED_TOLERANCE if self.mixed else TOLERANCE
 
     @property
     def sides(self) -> tuple[Side, Side]:
@@ -232,13 +308,18 @@ class Draw:
         choose, model = self.random.choice, self.ours.model
         mesh = self.world.mesh if self.world.size < 4 or choose((True, False)) else replicated()
         shapes: list[Any] = [True, False, None] + [2] * (mesh.shape[-1] == 4)
-        for block in model.blocks:
+        policy = shardrt.MixedPrecisionPolicy(torch.float32 if self.mixed else None)
+        shard = functools.partial(shardrt.fully_shard, mesh=mesh, mp_policy=policy)
+        blocks = list(model.blocks)
+        while blocks:
+            some = 2 if len(blocks) > 1 and not self.per_rank and self.random.random() < 0.2 else 1
             after = choose(shapes)
-            self.note(f"reshard_after_forward {after}")
-            shardrt.fully_shard(block, mesh=mesh, reshard_after_forward=after)
+            self.note(f"{some} with reshard_after_forward {after}")
+            shard(blocks[0] if some == 1 else blocks[:some], reshard_after_forward=after)
+            blocks = blocks[some:]
         if choose((True, False)):
-            shardrt.fully_shard(model.out, mesh=mesh)
-        shardrt.fully_shard(model, mesh=mesh, reshard_after_forward=choose((None, None, False, True)))
+            shard(model.out)
+        shard(model, reshard_after_forward=choose((None, None, False, True)))
         shardrt.register_fsdp_forward_method(model, "generate")
         if self.per_rank:
             model.set_reduce_scatter_unused_params(True, skipped_modules=True)
@@ -272,7 +353,7 @@ class Draw:
     # ------------------------------------------------------------------ what runs without gradients
 
     def compare_outputs(self, outs: Sequence[Any], what: str) -> None:
-        close(outs[1], outs[0], f"{what}: the output")
+        close(outs[1], outs[0], f"{what}: the output", self.tolerance)
 
     def evaluate(self) -> None:
         mode, key = self.random.choice((torch.no_grad, torch.inference_mode)), self.new_key()
@@ -313,7 +394,7 @@ class Draw:
         if handle is not None:
             handle.wait()
         for (name, param), plain in zip(block.named_parameters(), self.plain.model.blocks[index].parameters(), strict=True):
-            close(param.detach(), plain.detach(), f"gathered {name}")
+            close(param.detach(), plain.detach(), f"gathered {name}", self.tolerance)
         block.reshard()
 
     def transform(self) -> None:
@@ -374,6 +455,7 @@ class Draw:
         """Exchange the weights with their averages, evaluate, and back."""
         key, outs = self.new_key(), []
         self.note("swap")
+        self.reshard()  # what is gathered may have another dtype
         for side in self.sides:
             with torch.no_grad():
                 for name, param in side.named.items():
@@ -385,10 +467,12 @@ class Draw:
                     param.data, side.averages[name] = side.averages[name], param.data
         self.compare_outputs(outs, "averages")
 
-    def freeze(self) -> None:
+    def freeze_some(self) -> None:
         """Freeze or thaw a block, or all."""
+        self.train(self.random.randrange(len(self.plain.model.blocks) + 1), self.random.choice((True, False)))
+
+    def train(self, which: int, value: bool) -> None:
         blocks = len(self.plain.model.blocks)
-        which, value = self.random.randrange(blocks + 1), self.random.choice((True, False))
         self.note(f"requires_grad of {which} {value}")
         for side in self.sides:
             module = side.model if which == blocks else side.model.blocks[which]
@@ -416,7 +500,7 @@ class Draw:
     def between(self, most: int = 1) -> None:
         """Something that a user does between forwards and backwards."""
         choices = [self.evaluate, self.generate, self.reference, self.roll_out, self.transform, self.look]
-        choices += [] if self.per_rank else [self.freeze]  # only some ranks would hold gradients of it
+        choices += [] if self.per_rank else [self.freeze_some]  # only some ranks would hold gradients of it
         for _ in range(self.random.randint(0, most)):
             self.random.choice(choices)()
 
@@ -438,18 +522,50 @@ class Draw:
         self.random.shuffle(order)
         for backward in [order] if together else [[position] for position in order]:
             self.note(f"backward {backward}")
+            how, names = self.penalised()
             for side in self.sides:
                 chosen = [outs[side.sharded][position] for position in backward]
                 if any(out.requires_grad for some in chosen for out in some):
-                    side.backward(chosen)
+                    side.backward(chosen, side.penalties(names, how))
             if self.random.random() < 0.2:
                 self.between()
+
+    def penalised(self) -> tuple[str, list[str]]:
+        """How parameters are part of a loss, and which."""
+        if self.per_rank or self.random.random() < 0.8:  # a group has one turn in a backward
+            return "not", []
+        how, trainable = self.random.choice(("function", "full")), [n for n, p in self.plain.named.items() if p.requires_grad]
+        names = sorted(self.random.sample(trainable, min(2, len(trainable))))
+        self.note(f"penalty by {how} on {names}")
+        return how, names
+
+    def penalise_by_hand(self) -> None:
+        """A backward of parameters alone, gathered by hand."""
+        trainable = [name for name, param in self.plain.named.items() if param.requires_grad]
+        if self.per_rank or not trainable:
+            return
+        name = self.random.choice(trainable)
+        self.note(f"penalty by hand on {name}")
+        self.plain.named[name].square().sum().backward()
+        with shardrt.unsharded(self.ours.model):
+            self.ours.named[name].square().sum().backward()
+
+    def copy(self) -> None:
+        """Go on with copies of the models."""
+        self.note("deep copies")
+        for side in self.sides:
+            side.model = copy.deepcopy(side.model)
+            side.optimizer = OPTIMIZERS[self.optimizer](side.model.parameters())
 
     def step(self) -> None:
         micros = self.random.choice((1, 1, 2))
         for micro in range(micros):
             self.ours.model.set_requires_gradient_sync(micro == micros - 1)
+            if micro and not any(param.requires_grad for param in self.plain.named.values()):
+                self.train(len(self.plain.model.blocks), True)  # no backward would reduce what is held
             self.micro_batch()
+        if self.random.random() < 0.1:
+            self.penalise_by_hand()
         self.check("after backward")
         self.between()
         for side in self.sides:
@@ -458,20 +574,25 @@ class Draw:
             side.optimizer.zero_grad(set_to_none=self.sets_to_none)
         self.check("after the optimizer")
 
-    def check(self, when: str) -> None:
+    def reshard(self) -> None:
         for module in self.sharded_modules() if self.open else ():
             module.reshard()
         self.open = False
+
+    def check(self, when: str) -> None:
+        self.reshard()
+        if self.mixed and any(p.grad is not None and p.grad.abs().max() > 100 for p in self.plain.named.values()):
+            raise Refused("it diverges, and the steps magnify what was rounded")
         for (name, plain), ours in zip(self.plain.named.items(), self.ours.model.parameters(), strict=True):
             assert isinstance(ours, shardrt.DTensor), f"{name} {when}: sees {type(ours).__name__}"
-            close(ours.detach().full_tensor(), plain.detach(), f"{name} {when}")
+            close(ours.detach().full_tensor(), plain.detach(), f"{name} {when}", self.tolerance)
             if plain.grad is None and self.per_rank and ours.grad is not None:
                 plain.grad = torch.zeros_like(plain)  # zeros stand for gradients that other ranks may have
             if plain.grad is None:
                 assert ours.grad is None, f"{name} {when}: a gradient on the sharded side only"
             else:
                 assert ours.grad is not None, f"{name} {when}: no gradient"
-                close(whole(ours.grad), plain.grad, f"gradient of {name} {when}")
+                close(whole(ours.grad), plain.grad, f"gradient of {name} {when}", self.tolerance)
 
     def run(self) -> None:
         """Some steps, with something in between."""
@@ -480,7 +601,7 @@ class Draw:
             self.generate,
             self.write,
             self.swap,
-            self.freeze,
+            self.freeze_some,
             self.roll_out,
             self.transform,
         ]
@@ -488,6 +609,8 @@ class Draw:
         for _ in range(self.random.randint(2, 3)):
             for _ in range(self.random.randint(0, 2)):
                 self.random.choice(others)()
+            if self.random.random() < 0.1:
+                self.copy()
             self.steps, self.sets_to_none = self.random.random() < 0.8, self.random.random() < 0.8
             self.step()
 
@@ -501,13 +624,25 @@ WRITES: dict[str, Callable[[Any], object]] = {
 }
 
 
+def full(param: nn.Parameter) -> torch.Tensor:
+    """All of a parameter, of which each rank's gradient counts as its share. It is gathered between forward and backward."""
+    if not isinstance(param, shardrt.DTensor):
+        return param
+    return param.full_tensor(grad_placements=[shardrt.Partial(shardrt.comm.ReduceOp.AVG)] * param.device_mesh.ndim)
+
+
 def whole(tensor: Any) -> torch.Tensor:
     found: torch.Tensor = tensor.full_tensor()
     return found
 
 
-def close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text: f"{what}: {text}")
+def close(found: torch.Tensor, expected: torch.Tensor, what: str, tolerance: float = TOLERANCE) -> None:
+    if tolerance == MIXED_TOLERANCE and expected.numel():
+        assert found.shape == expected.shape
+        far, largest = float((found - expected).detach().abs().max()), float(expected.detach().abs().max())
+        assert far <= tolerance * (1 + largest), f"{what}: {far} off, of {largest}"
+        return
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}")
 
 
 @functools.cache
@@ -547,11 +682,11 @@ def main(first: int, count: int) -> int:
             print(f"at seed {seed}", flush=True)
         try:
             refused += not run(world, seed)
-            bad = ""
+            failed = False
         except AssertionError as error:
-            bad = f"{error}\n" + "".join(traceback.format_exception(error.__cause__)[-6:])
-        if any(found := world.comm.exchange(bad)):
-            print(next(text for text in found if text) if world.rank == 0 else "", flush=True)
+            failed = True  # others may wait in a call, which ends the job
+            print(f"{error}\n" + "".join(traceback.format_exception(error.__cause__)[-6:]), flush=True)
+        if any(world.comm.exchange(failed)):
             return 1
     if world.rank == 0:
         print(f"{count} draws on {world.size} ranks, {refused} of them refused by one process", flush=True)

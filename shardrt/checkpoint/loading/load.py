@@ -250,10 +250,9 @@ class _Loader:
         if others:
             self._contents.finish.append(lambda: module.load_state_dict(others, strict=False))
         self._contents.unexpected += self._unexpected(path, {*own, *saved}, trees)
-        # A new version makes the next forward gather again.
-        self._contents.finish.append(
-            lambda: increment_version([tensor for tensor in own.values() if not tensor.is_inference()])
-        )
+        # A new version makes the next forward gather again, and says that what was on the meta device has values.
+        loaded = [own[name] for name in saved.keys() & own.keys() if not own[name].is_inference()]
+        self._contents.finish.append(lambda: increment_version(loaded))
 
     def _unexpected(self, path: Keys, known: set[str], trees: Sequence[str]) -> Iterator[str]:
         """The names under a module's key that it lacks. Under an empty key, only those with the first part of one of its names.

@@ -36,7 +36,7 @@ _WATCHED = frozenset({DTensor, GatheredParameter, GatheredAlias})
 
 
 def _call(kind: Function, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not torch.is_grad_enabled() or kind.__module__.startswith("shardrt."):
+    if kind.__module__.startswith("shardrt."):
         return apply(*args, **kwargs)
     given = {id(param.sharded): (param, group) for param, group in _sharded_among(args)}
     if given:
@@ -48,7 +48,7 @@ def _call(kind: Function, apply: Callable[..., Any], args: tuple[Any, ...], kwar
 
 def _sharded_among(args: tuple[Any, ...]) -> Iterator[tuple[ShardedParam, ParamGroup]]:
     for arg in args:
-        if type(arg) is DTensor and arg.requires_grad and isinstance(group := group_of(arg), ParamGroup):
+        if type(arg) is DTensor and isinstance(group := group_of(arg), ParamGroup):
             yield from ((param, group) for param in group.params if cast(object, param.sharded) is arg)
 
 

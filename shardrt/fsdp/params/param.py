@@ -17,7 +17,7 @@ from ...tensor.dtensor import DTensor
 from ...tensor.placement import FlatShard, RaggedShard, Replicate, ResolvedShard, Spec
 from ...tensor.replaced import name_of_gathered, note_gathered, note_replaced
 from ...tensor.snapshots import wait_to_write
-from ...torch_internals import as_plain_tensors, requires_grad, same_storage
+from ...torch_internals import as_plain_tensors, in_backward, requires_grad, same_storage
 from ..memory.buffers import FlatBuffer
 from .by_hand import HandUse, run_by_hand
 from .layout import Layout
@@ -276,6 +276,9 @@ class ShardedParam:
         return DTensor(local, self.sharded.spec)  # type: ignore[attr-defined]
 
 
+_grad: Any = torch.Tensor.grad  # the descriptor
+
+
 class RunningParameter(nn.Parameter):
     """The class of an unsharded parameter in some forwards: what is written to its `data`, no version counter of it shows."""
 
@@ -303,7 +306,16 @@ class RunningParameter(nn.Parameter):
                 f"{name_of_gathered(self)}.data = a tensor of shape {tuple(value.shape)} in the forward of its module (rank "
                 f"{world().rank}): expected {tuple(self.shape)}, since every rank has a part of it"
             )
+        mine = [made for param, made in self.handed if param is self]
+        if any(made is value for made in mine):
+            return  # the values are there
+        # What `data` has returned keeps its values, as torch's does: `old = p.data; p.data = new; ...; p.data = old`.
+        self.handed[:] = [each for each in self.handed if each[0] is not self]
         with torch.no_grad():
+            if mine:
+                kept = super().detach().clone()
+                for made in mine:
+                    made.data = kept
             self.data.copy_(value)
 
 
@@ -349,6 +361,20 @@ class GatheredParameter(nn.Parameter):
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         self.requires_grad = requires_grad
         return self
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """That of the sharded parameter, as clipping and logging look for it between backwards."""
+        with as_plain_tensors():
+            own: torch.Tensor | None = _grad.__get__(self)
+        return own if own is not None or self.sharded is None or in_backward() else self.sharded.grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if self.sharded is not None and not in_backward() and (value is None or isinstance(value, DTensor)):
+            self.sharded.grad, value = value, None
+        with as_plain_tensors():
+            _grad.__set__(self, value)
 
     @property
     def data(self) -> torch.Tensor:

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from ...comm import DeviceMesh
+from ...comm import DeviceMesh, world
+from ...tensor.replaced import name_of_gathered
 from ...torch_internals import compiler_in_use, outside_transforms
 from .by_hand import HandUse
 from .in_place import LinearWeight, Place, computes_in_place
@@ -35,6 +36,7 @@ class VisibleParams:
     linear: Sequence[tuple[nn.Parameter, Place]]  # unsharded weights whose gradients have places; written by set_linear()
     _watched: list[ShardedParam]  # those whose unsharded parameter is of no subclass; written by attach()
     _plain: list[nn.Parameter]  # these unsharded parameters; written by attach()
+    _memory: list[torch.Tensor]  # theirs, that gathers fill; written by attach()
     _versions: list[int]  # of `_plain`, at the last attach(), take_writes() or conceal()
     ran: bool  # modules have run since the last attach() or take_writes(); written there and by begin_forward()
     _forwards: int  # how many have begun
@@ -47,7 +49,7 @@ class VisibleParams:
         self.exposed = self.was_exposed = self.known = False
         self.linear = ()
         self._owners = [(owner.registry, owner.attribute, param) for param in params for owner in param.owners]
-        self._watched, self._plain, self._versions, self._hand_use = [], [], [], None
+        self._watched, self._plain, self._memory, self._versions, self._hand_use = [], [], [], [], None
         self.ran, self._forwards, self._handed, self._asked = False, 0, [], set()
 
     def attach(self, params: Sequence[ShardedParam], hand_use: HandUse) -> None:
@@ -57,6 +59,7 @@ class VisibleParams:
         self._watched = [param for param in params if type(param.unsharded) is nn.Parameter]
         self._plain = [param.unsharded for param in self._watched]
         self._versions = [param._version for param in self._plain]
+        self._memory = [param.detach() for param in self._plain]
         self._forwards, self._handed, self._asked = 0, [], set()
 
     def set_linear(self, linear: Sequence[tuple[nn.Parameter, Place]]) -> None:
@@ -130,8 +133,12 @@ class VisibleParams:
     def take_writes(self) -> list[ShardedParam]:
         """The parameters whose gathered form modules have written since the last time. Only while `ran`, and not exposed."""
         self.ran, versions, through_data = False, [param._version for param in self._plain], set[int]()
+        for param, memory in zip(self._plain, self._memory, strict=True):
+            if type(param) is nn.Parameter and param.data_ptr() != memory.data_ptr():
+                self._take_assigned(param, memory)
+                through_data.add(id(param))
         if self._handed:
-            through_data = {id(param) for param, made in self._handed if made._version}
+            through_data |= {id(param) for param, made in self._handed if made._version}
             self._asked.update(id(param) for param, _ in self._handed)
             self._handed.clear()
         if self._forwards <= LOOKS or self._forwards % LOOKS == 0:
@@ -141,6 +148,18 @@ class VisibleParams:
         known, self._versions = self._versions, versions
         changed = zip(self._watched, versions, known, strict=True)
         return [param for param, version, old in changed if version != old or id(param.unsharded) in through_data]
+
+    def _take_assigned(self, param: nn.Parameter, memory: torch.Tensor) -> None:
+        """A module has assigned another tensor to the `data` of `param`: move its values to where gathers fill it."""
+        if param.shape != memory.shape:
+            raise RuntimeError(
+                f"{name_of_gathered(param)}.data = a tensor of shape {tuple(param.shape)} in the forward of its module (rank "
+                f"{world().rank}): expected {tuple(memory.shape)}, since every rank has a part of it"
+            )
+        with torch.no_grad(), outside_transforms():
+            memory.copy_(param.detach())
+            param.data = memory
+        self._asked.add(id(param))
 
     def _end_look(self) -> None:
         for param in self._plain:

@@ -127,6 +127,8 @@ class Runtime(context.Context):
             raise self._did_not_end()
         for group in self.groups:
             registered.check_registered(group, runs=group is self.root)
+            if group is not self.root and not group.settings.user_has_unsharded:
+                group.visible.show_sharded()  # what stays gathered is seen from its module's forward on, as in every forward
         self._unknown.warn()
         self.turns = Turns.of(self, self.groups)
         self.recorded = torch.is_grad_enabled()  # for modules that this rank skips before its first one
@@ -181,7 +183,9 @@ class Runtime(context.Context):
         if is_last and group.reshards_after_forward and not used_next and not self.keeps_gathered:
             group.pass_requires_grad_on()
             group.finish_forward()
-        if is_last and group.ready is not None:
+        # Hazard: without a graph, other ranks may write their shards as soon as their forward is over, whereas code around the
+        # module may still compute here with what it sees. Where a backward follows, they cannot have left that yet.
+        if is_last and group.ready is not None and (torch.is_grad_enabled() or not group.visible.unsharded):
             group.gather.pause()
 
     def end_forward(self, *, until_backward: bool) -> None:
@@ -226,6 +230,7 @@ class Runtime(context.Context):
                 if group.visible.exposed:
                     group.visible.conceal()
                 group.follow_requires_grad(reduces=True)
+            free_stale(self.groups)  # shards may have had other values in a forward since that of this graph
             queue_backward_callback(self._end_backward)
 
     def _did_not_end(self) -> RuntimeError:
