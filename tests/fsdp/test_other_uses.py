@@ -302,7 +302,7 @@ def test_buffers_without_values_after_a_load_are_named(world: World) -> None:
         shardrt.checkpoint.load(folder / "saved", {"model": model})
         model(batch(world.rank).float())
     tables = ", ".join(f"'{name}'" for name, _ in model.named_buffers() if name.endswith("table"))
-    assert [line for line in lines if line.startswith(f"without values: {tables}: ")] == lines * (world.rank == 0)
+    assert [line.partition(": to_empty")[0] for line in lines] == [f"without values: {tables}"] * (world.rank == 0)
 
 
 @on_ranks(1, 2)

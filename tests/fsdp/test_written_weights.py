@@ -356,14 +356,16 @@ def test_gradients_are_seen_after_a_forward_whose_graph_is_dropped(world: World)
 
 
 class UsesLate(nn.Module):
-    """Computes with the weight of a module inside, after that has run."""
+    """Computes with the weight of a module inside, after that has run, in the place of its second call."""
 
     def __init__(self, wait_s: float) -> None:
         super().__init__()
         self.inner, self.wait_s = nn.Linear(4, 4, bias=False), wait_s
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *, calls: bool) -> torch.Tensor:
         made = self.inner(x)
+        if calls:
+            return self.inner(made)
         time.sleep(self.wait_s)
         return nn.functional.linear(made, self.inner.weight)
 
@@ -372,9 +374,13 @@ class UsesLate(nn.Module):
 def test_other_ranks_wait_to_write_what_a_forward_without_a_graph_still_reads(world: World) -> None:
     model = UsesLate(0.3 if world.rank == 1 else 0.0)
     nn.init.eye_(model.inner.weight)
-    shardrt.fully_shard(model.inner, reshard_after_forward=False)
+    shardrt.fully_shard(model.inner)
     shardrt.fully_shard(model)
+    x = torch.ones(2, 4)
     with torch.no_grad():
+        for _ in range(3):
+            model(x, calls=True)
         for step in range(3):
-            assert mean(model(torch.ones(2, 4))) == 4.0**step
+            assert mean(model(x, calls=False)) == 4.0**step
             model.inner.weight.mul_(2)
+            model(x, calls=True)
