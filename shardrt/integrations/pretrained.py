@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from .. import comm
@@ -18,7 +19,8 @@ from .world import full_state_dict
 def make_methods_collective(model: nn.Module) -> None:
     """Let `save_pretrained` and `generate` of a sharded model work, where it has them. Every rank has to call them.
 
-    What takes a PEFT model apart is refused: parameters of the root's group are gathered by the forward of what it throws away.
+    Adapters are merged without gradients. What takes a PEFT model apart is refused: parameters of the root's group are gathered
+    by the forward of what it throws away.
     """
     # Not closures: in a copy of the model these are the copy's.
     for name, made in (("save_pretrained", partial(_save_pretrained, model)), ("generate", _Generate(model))):
@@ -27,6 +29,8 @@ def make_methods_collective(model: nn.Module) -> None:
     if hasattr(model, "peft_config") and hasattr(model, "base_model"):
         for name in ("merge_and_unload", "unload"):
             setattr(model, name, partial(_refuse, name))
+        for name in ("merge_adapter", "unmerge_adapter"):
+            setattr(model, name, partial(_without_gradients, model, name))
 
 
 def _refuse(name: str, /, *args: object, **options: object) -> NoReturn:
@@ -37,6 +41,12 @@ def _refuse(name: str, /, *args: object, **options: object) -> NoReturn:
         "process: PeftModel.from_pretrained(base_model, folder).merge_and_unload(); or merge them into the shards, by "
         "merge_adapter(), which unmerge_adapter() undoes"
     )
+
+
+def _without_gradients(model: Any, name: str, /, *args: Any, **options: Any) -> Any:
+    """Call a method of a PEFT model that computes with parameters outside of a forward: no backward is to follow."""
+    with torch.no_grad():
+        return getattr(model.base_model, name)(*args, **options)
 
 
 def _save_pretrained(model: Any, /, save_directory: Any, *args: Any, **options: Any) -> None:

@@ -39,10 +39,11 @@ def _call(kind: Function, apply: Callable[..., Any], args: tuple[Any, ...], kwar
     if kind.__module__.startswith("shardrt."):
         return apply(*args, **kwargs)
     given = {id(param.sharded): (param, group) for param, group in _sharded_among(args)}
-    if given:
+    if given and (torch.is_grad_enabled() or any(_computes_with(args, group) for _, group in given.values())):
         return _run_as_forward(kind, partial(apply, **kwargs), args, given)
     out = apply(*args, **kwargs)
-    note_by_hand([arg for arg in args if type(arg) in (GatheredParameter, GatheredAlias)], out)
+    if torch.is_grad_enabled():
+        note_by_hand([arg for arg in args if type(arg) in (GatheredParameter, GatheredAlias)], out)
     return out
 
 
@@ -50,6 +51,15 @@ def _sharded_among(args: tuple[Any, ...]) -> Iterator[tuple[ShardedParam, ParamG
     for arg in args:
         if type(arg) is DTensor and isinstance(group := group_of(arg), ParamGroup):
             yield from ((param, group) for param in group.params if cast(object, param.sharded) is arg)
+
+
+def _computes_with(args: tuple[Any, ...], group: ParamGroup) -> bool:
+    """Whether the other arguments are of another dtype than the shards: the one that the group's modules compute in.
+
+    Without gradients, a function may run on the shards as they are, in their full precision: it may be about to write them.
+    """
+    dtype = group.mp_policy.param_dtype
+    return dtype is not None and any(type(arg) is torch.Tensor and arg.dtype is dtype for arg in args)
 
 
 def _run_as_forward(
