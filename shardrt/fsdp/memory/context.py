@@ -24,11 +24,12 @@ class Streams:
     gather: comm.Stream
     reduce: comm.Stream
     post_reduce: comm.Stream
+    _host_compute: comm.Stream | None  # the host's; None on other devices, where it may change
     packed_on: dict[comm.Stream, None]  # streams that packed gradients; written by pack_grads() and Runtime.settle()
 
     def __init__(self, device: torch.device, *, replicas: bool) -> None:
         self.device = device
-        self._host_compute = comm.current_stream(device) if device.type == "cpu" else None  # always the same
+        self._host_compute = comm.current_stream(device) if device.type == "cpu" else None
         self.gather = comm.world().stream_for("gather")
         self.reduce = comm.world().stream_for("reduce")
         self.post_reduce = comm.world().stream_for("all_reduce") if replicas else self.reduce

@@ -256,12 +256,6 @@ class ParamGroup:
 
     # ------------------------------------------------------------------ an iteration begins
 
-    def begin(self) -> None:
-        """An iteration starts; `free_stale` follows."""
-        self.follow_requires_grad(reduces=torch.is_grad_enabled())
-        if len(self._modules) > 1:
-            self.calls.begin_iteration()
-
     @property
     def makes_graph(self) -> bool:
         """Whether the forward that ended last under the root has recorded what a backward may come back to."""
@@ -284,6 +278,12 @@ class ParamGroup:
             return False
         root = self.root
         return root.settings.user_has_unsharded or root.calls.phase is GroupPhase.IDLE
+
+    def begin(self) -> None:
+        """An iteration starts; `free_stale` follows."""
+        self.follow_requires_grad(reduces=torch.is_grad_enabled())
+        if len(self._modules) > 1:
+            self.calls.begin_iteration()
 
     def follow_requires_grad(self, *, reduces: bool) -> None:
         """Let parameters require gradients where the shards do now: the user may change that at any time.

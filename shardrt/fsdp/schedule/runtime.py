@@ -230,7 +230,7 @@ class Runtime(context.Context):
                 if group.visible.exposed:
                     group.visible.conceal()
                 group.follow_requires_grad(reduces=True)
-            free_stale(self.groups)  # shards may have had other values in a forward since that of this graph
+            free_stale([group for group in self.groups if group.is_kept])  # a forward since may have had other values
             queue_backward_callback(self._end_backward)
 
     def _did_not_end(self) -> RuntimeError:
