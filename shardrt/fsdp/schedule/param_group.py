@@ -303,7 +303,7 @@ class ParamGroup:
         if flags == self._followed and not self.visible.was_exposed:
             return
         self.visible.was_exposed = self.visible.exposed
-        with as_plain_tensors():
+        with as_plain_tensors(), outside_transforms():
             if flags == self._followed == list(map(requires_grad, self._unsharded)):
                 return
             self._followed, self._shown = [], flags
@@ -323,9 +323,10 @@ class ParamGroup:
         with as_plain_tensors():  # Cost: 0.1 us; large weights have a class while modules run
             flags = list(map(requires_grad, self._unsharded))
         if flags != self._shown:
-            for sharded, flag, before in zip(self._sharded, flags, self._shown, strict=True):
-                if flag != before:
-                    sharded.requires_grad_(flag)
+            with outside_transforms():
+                for sharded, flag, before in zip(self._sharded, flags, self._shown, strict=True):
+                    if flag != before:
+                        sharded.requires_grad_(flag)
             self._followed, self._shown = [], flags
 
     def _follow_trainable(self, trainable: list[ShardedParam]) -> bool:
