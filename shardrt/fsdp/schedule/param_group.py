@@ -673,6 +673,8 @@ def free_stale(groups: Sequence[ParamGroup]) -> None:
         if shared:
             mine = [written[group] or group.differs() for group in shared]
             everyone = comm.differing(mine) or [mine]
+            if any(len(each) != len(mine) for each in everyone):
+                return  # the ranks have run different modules, which their next gather or reduction says by name
             written.update(zip(shared, map(any, zip(*everyone, strict=True)), strict=True))
     for group in kept:
         if written[group]:
