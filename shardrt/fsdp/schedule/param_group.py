@@ -679,3 +679,5 @@ def free_stale(groups: Sequence[ParamGroup]) -> None:
     for group in kept:
         if written[group]:
             group.free_kept()
+            assert group.runtime is not None, "it has gathered"
+            group.runtime.replaced |= not group.settings.user_has_unsharded  # there, a rank is on its own

@@ -63,6 +63,9 @@ class Runtime(context.Context):
     _forwards: int  # how many have begun so far
     _first_written: int | None  # `_writes()` when the first backward ended
     _end: End
+    # What a forward had left gathered was freed since shards were written: a graph may refer to it. Written by free_stale() and
+    # begin_backward(), on all ranks alike.
+    replaced: bool
     makes_graph: bool  # the newest backward was one with create_graph=True; written by begin_backward()
     # The graph of a backward with create_graph=True needs the gathered parameters, until the end of a backward that makes none;
     # written by begin_backward(), _finish_backward() and reset()
@@ -82,7 +85,7 @@ class Runtime(context.Context):
         self._in_flight, self._reductions_in_flight = deque(), 1
         self._reduced, self.recorded = set(), False
         self._forwards, self._first_written = 0, None
-        self._end, self.makes_graph, self.keeps_gathered = End.REACHED, False, False
+        self._end, self.makes_graph, self.keeps_gathered, self.replaced = End.REACHED, False, False, False
         names = {module: name for name, module in root.modules[0].named_modules()}
         _check_one_root(root, names)
         _rename(root, groups, names)
@@ -230,7 +233,9 @@ class Runtime(context.Context):
                 if group.visible.exposed:
                     group.visible.conceal()
                 group.follow_requires_grad(reduces=True)
-            free_stale([group for group in self.groups if group.is_kept])  # a forward since may have had other values
+            if self.replaced and self.turns is None:  # else ranks keep different groups
+                free_stale([group for group in self.groups if group.is_kept])
+                self.replaced = False
             queue_backward_callback(self._end_backward)
 
     def _did_not_end(self) -> RuntimeError:
