@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...fsdp.schedule.moves import buffers_on_meta, note_unwritten
+from ...fsdp.schedule.moves import buffers_on_meta
 from ..errors import CheckpointError, shown
 from .dtypes import Rounded, narrows
 from .names import LoadedKeys, clean_state, cleaner
@@ -127,14 +127,13 @@ def materialise(module: nn.Module, device: torch.device, optimizers: Iterable[Op
         for key, tensor in table.items()
         if tensor is not None
     ]
-    without_values = buffers_on_meta(module.modules())
+    without_values = dict.fromkeys(owner for owner, _ in buffers_on_meta(module.modules()))
     module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     made: dict[torch.Tensor, Any] = {}
     for table, key, tensor in before:
         table[key] = made.setdefault(tensor, table[key])  # `_apply` makes a tensor for each name of a tied one
-    note_unwritten(without_values)
     initialise: Any = getattr(module, "_init_weights", None)
-    for owner in dict.fromkeys(owner for owner, _ in without_values) if initialise is not None else ():
+    for owner in without_values if initialise is not None else ():
         initialise(owner)
     for optimizer in optimizers:
         for group in optimizer.param_groups:

@@ -258,8 +258,8 @@ class Gather(ABC):
         """Whether what stays gathered has to be resumed before it is read."""
         return False
 
-    def pause(self) -> None:
-        """What stays gathered is not read until resume()."""
+    def pause(self, *, reads_late: bool = False) -> None:
+        """What stays gathered is not read until resume(). reads_late: code around the modules may, until the next pause()."""
         return None
 
     def resume(self, stream: Stream, *, keeps: bool) -> Work:

@@ -55,6 +55,7 @@ class Reading(Enum):
 
     NOTHING = auto()
     SHARED = auto()  # the memory of the node: others must not write theirs
+    LATE = auto()  # the same, by code around the modules: the next module that reads meets the others again
     COPY = auto()  # a copy of their own
 
 
@@ -187,12 +188,13 @@ class MappedGather(FlatGather):
 
     @property
     def is_paused(self) -> bool:
-        return self._memory is not None and self._state is Reading.NOTHING
+        return self._memory is not None and self._state in (Reading.NOTHING, Reading.LATE)
 
-    def pause(self) -> None:
-        if self._memory is not None and self._state is Reading.SHARED:
-            self._memory.end_reading()
-            self._state = Reading.NOTHING
+    def pause(self, *, reads_late: bool = False) -> None:
+        if self._memory is not None and self._state in (Reading.SHARED, Reading.LATE):
+            if not reads_late:
+                self._memory.end_reading()
+            self._state = Reading.LATE if reads_late else Reading.NOTHING
 
     def resume(self, stream: Stream, *, keeps: bool) -> Work:
         """The ranks meet again: one that has paused longer than others would not be known to read."""
@@ -205,7 +207,7 @@ class MappedGather(FlatGather):
 
     def wait_for_readers(self) -> bool:
         """Wait until the other ranks have read what this one has read last. Returns: False if this one still does."""
-        if self._state is Reading.SHARED:
+        if self._state in (Reading.SHARED, Reading.LATE):
             return False
         if self._memory is not None:
             if not self.comm.is_closed:  # else its world has lost ranks, and nobody reads

@@ -28,7 +28,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import nn
 
-from ...comm import Communicator, DeviceMesh, Stream, Work
+from ...comm import Communicator, DeviceMesh, MismatchError, Stream, Work
 from ...comm.calls import Subject, about
 from ...tensor.dtensor import DTensor, flag_writes
 from ...tensor.group_registry import set_group
@@ -661,23 +661,30 @@ class ParamGroup:
 def free_stale(groups: Sequence[ParamGroup]) -> None:
     """Free what is gathered of those of these groups whose shards were written since, on any rank, such as by an optimizer.
 
-    The ranks tell each other, since one may have written its shard alone, or have passed over an empty one. Inside of
-    `unsharded` they run on their own, and only see their own writes.
+    The ranks tell each other, since one may have written its shard alone, or have passed over an empty one; also of groups that
+    others keep, if they may be skipped. Inside of `unsharded` they run on their own, and only see their own writes.
     Cost: nothing unless something is kept; then a comparison of 63 bits for each mesh, 13 us between two ranks of a node, and
     that of `ParamGroup.differs`.
+    Raises MismatchError, on every rank alike, if they keep different groups that may not be skipped.
     """
     written = {group: group.note_writes() for group in groups}
-    kept = [group for group in groups if group.is_kept]
-    for comm in dict.fromkeys(group.gather_comm for group in kept):
-        shared = [group for group in kept if group.gather_comm is comm and not group.settings.user_has_unsharded]
+    told = [group for group in groups if group.is_kept or group.settings.may_be_skipped]
+    for comm in dict.fromkeys(group.gather_comm for group in told):
+        shared = [group for group in told if group.gather_comm is comm and not group.settings.user_has_unsharded]
         if shared:
-            mine = [written[group] or group.differs() for group in shared]
+            mine = [group.is_kept and (written[group] or group.differs()) for group in shared]
             everyone = comm.differing(mine) or [mine]
             if any(len(each) != len(mine) for each in everyone):
-                return  # the ranks have run different modules, which their next gather or reduction says by name
+                kept = comm.exchange([group.name for group in shared])
+                raise MismatchError(
+                    f"the ranks have run different modules, and keep {_by_rank(kept)} gathered; {_ADVICE}", comm
+                )
             written.update(zip(shared, map(any, zip(*everyone, strict=True)), strict=True))
-    for group in kept:
-        if written[group]:
+    for group in told:
+        if written[group] and group.runtime is not None:
             group.free_kept()
-            assert group.runtime is not None, "it has gathered"
             group.runtime.replaced |= not group.settings.user_has_unsharded  # there, a rank is on its own
+
+
+def _by_rank(names: Sequence[Sequence[str]]) -> str:
+    return "; ".join(f"rank {rank}: {', '.join(map(repr, each))}" for rank, each in enumerate(names))

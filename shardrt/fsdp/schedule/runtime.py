@@ -63,8 +63,8 @@ class Runtime(context.Context):
     _forwards: int  # how many have begun so far
     _first_written: int | None  # `_writes()` when the first backward ended
     _end: End
-    # What a forward had left gathered was freed since shards were written: a graph may refer to it. Written by free_stale() and
-    # begin_backward(), on all ranks alike.
+    # What a forward had left gathered was freed since shards were written: a graph may refer to it. Written by free_stale(),
+    # begin_backward() and reset(), on all ranks alike.
     replaced: bool
     makes_graph: bool  # the newest backward was one with create_graph=True; written by begin_backward()
     # The graph of a backward with create_graph=True needs the gathered parameters, until the end of a backward that makes none;
@@ -186,10 +186,10 @@ class Runtime(context.Context):
         if is_last and group.reshards_after_forward and not used_next and not self.keeps_gathered:
             group.pass_requires_grad_on()
             group.finish_forward()
-        # Hazard: without a graph, other ranks may write their shards as soon as their forward is over, whereas code around the
-        # module may still compute here with what it sees. Where a backward follows, they cannot have left that yet.
-        if is_last and group.ready is not None and (torch.is_grad_enabled() or not group.visible.unsharded):
-            group.gather.pause()
+        if is_last and group.ready is not None:
+            # Hazard: without a graph, other ranks may write their shards as soon as their forward is over, whereas code around
+            # the module may still compute here with what it sees. Where a backward follows, they cannot have left that yet.
+            group.gather.pause(reads_late=group.visible.unsharded and not torch.is_grad_enabled())
 
     def end_forward(self, *, until_backward: bool) -> None:
         """The root's forward is over: free what was gathered ahead and not used.
@@ -233,8 +233,8 @@ class Runtime(context.Context):
                 if group.visible.exposed:
                     group.visible.conceal()
                 group.follow_requires_grad(reduces=True)
-            if self.replaced and self.turns is None:  # else ranks keep different groups
-                free_stale([group for group in self.groups if group.is_kept])
+            if self.replaced:
+                free_stale(self.groups)
                 self.replaced = False
             queue_backward_callback(self._end_backward)
 
@@ -385,7 +385,7 @@ class Runtime(context.Context):
 
     def reset(self) -> None:
         """Forget a failed iteration: wait for everything under way, and shard all groups again."""
-        self._end, self.keeps_gathered = End.REACHED, False
+        self._end, self.keeps_gathered, self.replaced = End.REACHED, False, False
         events.end(Step.BACKWARD)
         self.turns = None
         self.prefetch = PrefetchQueue(self.streams.gather)  # what it has recorded may differ between ranks
