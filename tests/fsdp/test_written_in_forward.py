@@ -192,12 +192,17 @@ class Quantised(nn.Linear):
 
 
 class Exchanging(nn.Module):
-    def __init__(self) -> None:
+    """first: the forward from which on it exchanges its parameters."""
+
+    def __init__(self, first: int) -> None:
         super().__init__()
         self.a, self.b = nn.Parameter(torch.full((4, 6), 0.1)), nn.Parameter(torch.full((4, 6), 0.3))
+        self.forwards, self.first = 0, first
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.a.data, self.b.data = self.b.data, self.a.data
+        self.forwards += 1
+        if self.forwards >= self.first:
+            self.a.data, self.b.data = self.b.data, self.a.data
         return x @ self.a.t()
 
 
@@ -215,7 +220,8 @@ class Late(nn.Linear):
 
 ASSIGNING: dict[str, Callable[[], nn.Module]] = {
     "quantised": lambda: Quantised(6, 4),
-    "exchanging": Exchanging,
+    "exchanging": lambda: Exchanging(1),
+    "exchanging late": lambda: Exchanging(19),
     "late": lambda: Late(6, 4),
 }
 

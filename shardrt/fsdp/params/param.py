@@ -276,6 +276,15 @@ class ShardedParam:
         return DTensor(local, self.sharded.spec)  # type: ignore[attr-defined]
 
 
+def check_assigned(param: nn.Parameter, found: torch.Size, expected: torch.Size) -> None:
+    """Raise RuntimeError for a tensor of another shape that a module assigns to the `data` of an unsharded parameter."""
+    if found != expected:
+        raise RuntimeError(
+            f"{name_of_gathered(param)}.data = a tensor of shape {tuple(found)} in the forward of its module (rank "
+            f"{world().rank}): expected {tuple(expected)}, since every rank has a part of it"
+        )
+
+
 _grad: Any = torch.Tensor.grad  # the descriptor
 
 
@@ -301,11 +310,7 @@ class RunningParameter(nn.Parameter):
             torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
             return
         # Hazard: torch would give this tensor the memory of the other one, and no gather would reach it any more.
-        if value.shape != self.shape:
-            raise RuntimeError(
-                f"{name_of_gathered(self)}.data = a tensor of shape {tuple(value.shape)} in the forward of its module (rank "
-                f"{world().rank}): expected {tuple(self.shape)}, since every rank has a part of it"
-            )
+        check_assigned(self, value.shape, self.shape)
         mine = [made for param, made in self.handed if param is self]
         if any(made is value for made in mine):
             return  # the values are there

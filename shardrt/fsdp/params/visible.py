@@ -8,12 +8,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from ...comm import DeviceMesh, world
-from ...tensor.replaced import name_of_gathered
+from ...comm import DeviceMesh
 from ...torch_internals import compiler_in_use, outside_transforms
 from .by_hand import HandUse
 from .in_place import LinearWeight, Place, computes_in_place
-from .param import Attributes, GatheredParameter, RunningParameter, ShardedParam
+from .param import Attributes, GatheredParameter, RunningParameter, ShardedParam, check_assigned
 
 _log = logging.getLogger("shardrt")
 LOOKS = 16  # of this many forwards, one, and the first ones
@@ -133,10 +132,14 @@ class VisibleParams:
     def take_writes(self) -> list[ShardedParam]:
         """The parameters whose gathered form modules have written since the last time. Only while `ran`, and not exposed."""
         self.ran, versions, through_data = False, [param._version for param in self._plain], set[int]()
-        for param, memory in zip(self._plain, self._memory, strict=True):
-            if type(param) is nn.Parameter and param.data_ptr() != memory.data_ptr():
-                self._take_assigned(param, memory)
-                through_data.add(id(param))
+        moved = [
+            (param, memory)
+            for param, memory in zip(self._plain, self._memory, strict=True)
+            if type(param) is nn.Parameter and param.data_ptr() != memory.data_ptr()
+        ]
+        if moved:
+            through_data = {id(param) for param, _ in moved}
+            self._take_assigned(moved)
         if self._handed:
             through_data |= {id(param) for param, made in self._handed if made._version}
             self._asked.update(id(param) for param, _ in self._handed)
@@ -149,17 +152,16 @@ class VisibleParams:
         changed = zip(self._watched, versions, known, strict=True)
         return [param for param, version, old in changed if version != old or id(param.unsharded) in through_data]
 
-    def _take_assigned(self, param: nn.Parameter, memory: torch.Tensor) -> None:
-        """A module has assigned another tensor to the `data` of `param`: move its values to where gathers fill it."""
-        if param.shape != memory.shape:
-            raise RuntimeError(
-                f"{name_of_gathered(param)}.data = a tensor of shape {tuple(param.shape)} in the forward of its module (rank "
-                f"{world().rank}): expected {tuple(memory.shape)}, since every rank has a part of it"
-            )
+    def _take_assigned(self, moved: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
+        """A module has assigned other tensors to the `data` of parameters: move the values to where gathers fill them."""
+        for param, memory in moved:
+            check_assigned(param, param.shape, memory.shape)
         with torch.no_grad(), outside_transforms():
-            memory.copy_(param.detach())
-            param.data = memory
-        self._asked.add(id(param))
+            values = [param.detach().clone() for param, _ in moved]  # one may have the memory of another: they were exchanged
+            for (param, memory), value in zip(moved, values, strict=True):
+                memory.copy_(value)
+                param.data = memory
+                self._asked.add(id(param))
 
     def _end_look(self) -> None:
         for param in self._plain:
