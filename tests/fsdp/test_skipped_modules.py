@@ -15,6 +15,7 @@ import shardrt
 from ranks import on_ranks, settings_of, with_copies
 from shardrt.comm import DeviceMesh, MismatchError, World
 from toys import OddBlock, OddMLP, batch, buckets_of, compare, loss_of, refused, shard_blocks
+from uses import Net
 
 STEPS, CHANCES = 4, 0.5
 
@@ -97,7 +98,9 @@ def train(
                 loss_of(model, parts[world.rank][index]).backward()
                 for rank in range(world.size):
                     whole.skip(chosen(step * micro + index, rank))
-                    (loss_of(whole, parts[rank][index]) / world.size).backward()
+                    loss = loss_of(whole, parts[rank][index]) / world.size
+                    if loss.requires_grad:  # else this rank has run nothing that is trainable
+                        loss.backward()
             for param in whole.parameters():  # zeros also for a block that all ranks have skipped
                 if param.grad is None and param.requires_grad:
                     param.grad = torch.zeros_like(param)
@@ -182,6 +185,58 @@ def test_without_gradients(world: World) -> None:
             m.skip(chosen(step, world.rank))
         with torch.no_grad(), settings_of(world, node_memory=bool(step % 2)):
             assert torch.allclose(model(batch(step)), whole(batch(step)), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("copies", [False, True])
+@on_ranks(2, 3)
+def test_a_rank_that_runs_nothing_trainable(world: World, copies: bool, kind: str) -> None:
+    """Its output has a graph all the same, whose backward reduces zeros."""
+    whole = Dropping().double()
+    whole.requires_grad_(False).blocks.requires_grad_(True)
+    with settings_of(world, node_memory=False) if copies else nullcontext():
+        train(world, whole, shard(copy.deepcopy(whole), **OPTIONS[kind]))
+
+
+@pytest.mark.parametrize("how", ["first only", "nothing", "all"])
+@on_ranks(2)
+def test_where_outputs_have_a_graph(world: World, how: str) -> None:
+    """Only where a backward of another rank may wait for this one."""
+    model = shard(Dropping().double().requires_grad_(how == "all"))
+    model.blocks[0].requires_grad_(how != "nothing")
+    model.skip(frozenset(("0", "1")) if world.rank else frozenset())
+    assert model(batch(0)).requires_grad == (how != "nothing")
+    with torch.no_grad():
+        assert not model(batch(0)).requires_grad
+    model.eval().skip(frozenset(("0",)))  # all ranks skip the same
+    assert model(batch(0)).requires_grad == (how == "all")
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+@on_ranks(2, 3)
+def test_generation_before_the_backward(world: World, kind: str) -> None:
+    """It runs all modules twice, and so predicts an order of the backward in which each comes twice."""
+    kinds, skipped = ["residual", "used twice", "odd", "used twice"], [frozenset((1, 3)), frozenset((0, 2)), frozenset((0,))]
+    whole = Net(7, kinds, ["not"] * 4, container=list, fused=False).double()
+    model = copy.deepcopy(whole)
+    for block in (*model.blocks, model.out):
+        shardrt.fully_shard(block, **OPTIONS[kind])
+    shardrt.fully_shard(model)
+    model.set_reduce_scatter_unused_params(True, skipped_modules=True)
+    shardrt.register_fsdp_forward_method(model, "generate")
+    x = torch.randn(2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with buckets_of(3000):
+        for _ in range(3):
+            model.skipped = skipped[world.rank]
+            loss = (model(x) ** 2).mean()
+            model.skipped = frozenset()
+            model.eval().generate(x, 2)
+            model.train()
+            loss.backward()
+    for skips in skipped[: world.size]:
+        whole.skipped = skips
+        (3 * (whole(x) ** 2).mean() / world.size).backward()
+    compare(whole, model, 1e-12, "after three backwards")
 
 
 # ---------------------------------------------------------------------- refused

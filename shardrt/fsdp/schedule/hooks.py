@@ -97,11 +97,15 @@ def post_forward(runtime: Runtime, group: ParamGroup, module: nn.Module, output:
     if dtype is not None:
         output = StandIns(group.name, partial(_cast, dtype)).replace(output)
     tensors = tensors_in(output)
+    if group is runtime.root and runtime.turns is not None and runtime.turns.needs_backward(tensors):
+        output = StandIns(group.name, runtime.turns.with_backward).replace(output)
+        tensors = tensors_in(output)
     if group.calls.stand_ins is not None:
         tensors = [*_take_back(group), *tensors]
     is_watched = (torch.is_grad_enabled() or made_nodes) and _watch_outputs(runtime, group, output, tensors)
     if not in_backward():
-        runtime.recorded = made_nodes or is_watched
+        if runtime.turns is None or not runtime.turns.are_taken:  # there, all ranks have what the root's forward began with
+            runtime.recorded = made_nodes or is_watched
         _end_forward(runtime, group, module, tensors, is_watched=is_watched)
     return output
 

@@ -249,7 +249,10 @@ class Runtime(context.Context):
         if group.settings.unshard_in_backward:
             group.unshard()
             group.wait_unsharded()
-        self.gather_ahead(self.prefetch.backward_starts(group, follows_lists=self.turns is None), Step.BACKWARD_PREFETCH)
+        ahead = self.prefetch.backward_starts(group, follows_lists=self.turns is None)
+        if self.turns is not None:  # ranks free those whose turn has come at different points
+            ahead = [group for group in ahead if self.turns.backward.is_to_come(group)]
+        self.gather_ahead(ahead, Step.BACKWARD_PREFETCH)
 
     def leave_backward(self, group: ParamGroup) -> None:
         """The backward of `group` is over."""

@@ -23,6 +23,7 @@ from typing import Protocol
 
 import torch
 
+from ...tensor.dtensor import DTensor
 from ..base.autograd import BackwardProgress, GroupPhase
 from .param_group import ParamGroup
 
@@ -77,6 +78,10 @@ class TurnOrder:
     def rest(self) -> Iterator[Turn]:
         """The pass is over. Yields the turns that are left."""
         yield from self._until(len(self._turns))
+
+    def is_to_come(self, group: ParamGroup) -> bool:
+        """Whether the turn of `group` has not begun."""
+        return self._places[group, True] >= self._next
 
     def has_ended(self, group: ParamGroup) -> bool:
         """Whether the turn of `group` is over, although it may still run."""
@@ -167,10 +172,29 @@ class Turns:
                 "modules, run it in there, or under torch.no_grad()"
             )
 
+    @property
+    def are_taken(self) -> bool:
+        """Whether a forward is under way in which modules have turns."""
+        return self._runtime.root.calls.phase is GroupPhase.FORWARD and not self._evaluates
+
     def end_forward(self, group: ParamGroup) -> None:
         """`group` has run in forward."""
-        if self._runtime.root.calls.phase is GroupPhase.FORWARD and not self._evaluates:
+        if self.are_taken:
             self._pass_forward(self.forward.end(group))
+
+    def needs_backward(self, outputs: Sequence[torch.Tensor]) -> bool:
+        """Whether no backward would come back to these outputs of the root, but others may train what this rank has skipped."""
+        if not self.are_taken or not torch.is_grad_enabled() or any(output.requires_grad for output in outputs):
+            return False
+        return any(group.trainable and not self.forward.runs(group) for group in self._runtime.root.with_descendants())
+
+    @staticmethod
+    def with_backward(output: torch.Tensor) -> torch.Tensor:
+        """The same numbers, with a graph that leads to nothing: its backward takes the turns."""
+        if isinstance(output, DTensor) or not (output.is_floating_point() or output.is_complex()):
+            return output
+        nothing = torch.zeros((), dtype=output.dtype, device=output.device, requires_grad=True)
+        return output - nothing  # adding it would change -0.0
 
     def _pass_forward(self, turns: Iterable[Turn]) -> None:
         for group, starts in turns:
