@@ -106,7 +106,7 @@ class Backend(ABC):
 
     @abstractmethod
     def swap_numbers(self, numbers: Sequence[int]) -> list[int]:
-        """See `Communicator.swap_numbers`."""
+        """Send each rank a number; returns those received, in rank order."""
 
     @abstractmethod
     def stop_transfers(self) -> None:

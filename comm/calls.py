@@ -50,7 +50,18 @@ class PreMulSum:
 Op = ReduceOp | PreMulSum
 
 # Control calls: they block the caller and run on its thread.
-BLOCKING = OF_SOME_RANKS | {"exchange", "split", "empty", "node_memory", "pool", "agree", "rejoin", "close", "finalize"}
+BLOCKING = OF_SOME_RANKS | {
+    "exchange",
+    "compare",
+    "split",
+    "empty",
+    "node_memory",
+    "pool",
+    "agree",
+    "rejoin",
+    "close",
+    "finalize",
+}
 
 
 class Counts(NamedTuple):
@@ -89,9 +100,9 @@ class Member(Protocol):
     is_async: bool
     hooks: tuple[Hook, ...]
 
-    def compare(self, fingerprint: int, describe: Callable[[], T]) -> list[T] | None: ...
+    def compare_in_call(self, fingerprint: int, describe: Callable[[], T]) -> list[T] | None: ...
 
-    def swap_numbers(self, numbers: Sequence[int]) -> list[int]: ...
+    def swap_numbers_in_call(self, numbers: Sequence[int]) -> list[int]: ...
 
     def align(self, numbers: Iterable[int]) -> None: ...
 

@@ -79,7 +79,7 @@ class ControlPlane:
         """Every rank's picklable `value`, in rank order, on every rank. Blocks the caller; for set-up, not for steps.
 
         Raises: RuntimeError after close(), or if a collective called before it has failed in its stream's thread;
-        MismatchError, where calls are compared, if another rank makes another call. So do `split`, `empty` and `pool`.
+        MismatchError, where calls are compared, if another rank makes another call. So do `compare`, `split`, `empty`, `pool`.
         """
         with self._control_call("exchange"):
             return self.backend.exchange(value)
@@ -91,23 +91,26 @@ class ControlPlane:
         Blocks the caller, and raises, as exchange. Cost: a comparison of 63 bits while they agree.
         """
         with self._control_call("exchange"):
-            return self.compare(fingerprint_of(repr(value)), lambda: value)
+            return self.compare_in_call(fingerprint_of(repr(value)), lambda: value)
 
     def compare(self, fingerprint: int, describe: Callable[[], T]) -> list[T] | None:
         """None if `fingerprint`, of 63 bits, is the same on every rank; else every rank's `describe()`, in rank order.
 
-        `describe` returns something picklable. Blocks until every rank has called it; call it in the order of the collectives.
+        `describe` returns something picklable. Blocks the caller, and raises, as exchange.
         """
-        self.check_open("compare")
+        with self._control_call("compare"):
+            return self.compare_in_call(fingerprint, describe)
+
+    def compare_in_call(self, fingerprint: int, describe: Callable[[], T]) -> list[T] | None:
+        """`compare` for hooks, and for `watched` blocks: as part of the call that they belong to, which the watchdog sees."""
         try:
             return self.backend.compare(fingerprint, describe)
         except BaseException as error:
             self._cut_short(error)
             raise
 
-    def swap_numbers(self, numbers: Sequence[int]) -> list[int]:
-        """Send each rank a number; returns those received, in rank order. Blocks; call it in the order of the collectives."""
-        self.check_open("swap_numbers")
+    def swap_numbers_in_call(self, numbers: Sequence[int]) -> list[int]:
+        """Send each rank a number; returns those received, in rank order. For hooks, as `compare_in_call`."""
         return self.backend.swap_numbers(numbers)
 
     def split(self, color: int | None, key: int, name: str) -> Self | None:

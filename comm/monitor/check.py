@@ -37,7 +37,7 @@ class CallCheck(Hook):
         if comm.size == 1 or calls[0].name in _NEVER_COMPARED or not own.shared:
             return
         # The number is compared too: a rank that an exception has kept from making a call would make the same one again.
-        answers = comm.compare(own.fingerprint ^ calls[0].number, lambda: _answer(calls[0], own.shared))
+        answers = comm.compare_in_call(own.fingerprint ^ calls[0].number, lambda: _answer(calls[0], own.shared))
         if answers is not None:
             _raise_mismatch(calls[0], answers)
         for call in calls:
@@ -53,10 +53,10 @@ def _check_counts(call: CollectiveCall, counts: Counts) -> None:
     comm = call.comm
     unexpected = [
         f"rank {source} sends {sent} elements to rank {comm.rank}, which expects {expected}"
-        for source, (sent, expected) in enumerate(zip(comm.swap_numbers(counts.inp), counts.out, strict=True))
+        for source, (sent, expected) in enumerate(zip(comm.swap_numbers_in_call(counts.inp), counts.out, strict=True))
         if sent != expected
     ]
-    found = comm.compare(comm.rank + 1 if unexpected else 0, lambda: unexpected)
+    found = comm.compare_in_call(comm.rank + 1 if unexpected else 0, lambda: unexpected)
     if found is None:
         return
     wrong = [text for texts in found for text in texts]

@@ -74,7 +74,7 @@ class StopSignals(Deferred):
         """
         own = self._noted.number or (DUE if is_due else 0)
         with comm.watched("agree", None):
-            answers = comm.compare(own, lambda: own)
+            answers = comm.compare_in_call(own, lambda: own)
         return own if answers is None else min(filter(None, answers), key=lambda number: number == DUE)
 
     def arrived(self, number: int) -> Any:
