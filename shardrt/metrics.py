@@ -65,6 +65,7 @@ class Metrics:
     _every: int
     _flops_per_token: float | None
     _counts_flops: bool  # in the next step
+    _counted: tuple[int, int] | None  # this rank's operations in that step, and all ranks' tokens, until the next line
     _peak_flops: float | None
     _exposure: Exposure
     _steps: int  # since the last line, as are the next two
@@ -91,6 +92,7 @@ class Metrics:
         self._world = world()
         self._every = every
         self._flops_per_token, self._counts_flops, self._peak_flops = flops_per_token, count_flops, peak_flops
+        self._counted = None
         self._steps, self._tokens, self._seconds = 0, 0, 0.0
         self._file = self._board = None
         with self._world.comm.agree():
@@ -122,8 +124,7 @@ class Metrics:
         self._steps += 1
         self._tokens += tokens
         if counter is not None:
-            self._counts_flops = False
-            self._flops_per_token = counter.get_total_flops() * self._world.size / tokens
+            self._counts_flops, self._counted = False, (counter.get_total_flops(), tokens)
 
     def log(self, step: int, **values: float | torch.Tensor | None) -> Record | None:
         """Add a line, if it is due: after each `every`-th `step()`. Collective then.
@@ -137,7 +138,9 @@ class Metrics:
         if self._steps < self._every:
             return None
         tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-        exposed, means, peaks = self._reduce(tensors)
+        exposed, flops, means, peaks = self._reduce(tensors)
+        if self._counted is not None:
+            self._flops_per_token, self._counted = flops / self._counted[1], None
         record: Record = {"step": step, **values, **means, **self._speeds(), **peaks}
         record["time_metrics/end_to_end(s)"] = self._seconds / self._steps
         record["time_metrics/exposed_communication(s)"] = exposed / self._steps
@@ -164,17 +167,25 @@ class Metrics:
         return found
 
     @torch.no_grad()
-    def _reduce(self, tensors: Mapping[str, torch.Tensor]) -> tuple[float, Record, Record]:
-        """Reduce over the ranks: seconds of exposed communication, the means of these tensors, and the peaks of memory."""
+    def _reduce(self, tensors: Mapping[str, torch.Tensor]) -> tuple[float, float, Record, Record]:
+        """Reduce over the ranks: the mean of seconds of exposed communication, the sum of counted operations, the means of
+        these tensors, and the peaks of memory.
+        """
         comm, stream, memory = self._world.comm, self._world.stream, _memory(self._world.device)
         given = [value.detach().reshape(()).to(comm.device, torch.float64) for value in tensors.values()]
-        sums = torch.stack([torch.tensor(self._exposure.take(), dtype=torch.float64, device=comm.device), *given])
+        own = torch.tensor([self._exposure.take(), 0 if self._counted is None else self._counted[0]], dtype=torch.float64)
+        sums = torch.cat([own.to(comm.device), *(value.reshape(1) for value in given)])
         peaks = torch.tensor(list(memory.values()), dtype=torch.float64, device=comm.device)
         with comm.group():
             comm.all_reduce(sums, sums, ReduceOp.SUM, stream=stream)
             comm.all_reduce(peaks, peaks, ReduceOp.MAX, stream=stream)
-        exposed, *means = (sums / comm.size).tolist()
-        return exposed, dict(zip(tensors, means, strict=True)), dict(zip(memory, peaks.tolist(), strict=True))
+        exposed, flops, *means = (sums / comm.size).tolist()  # stages of a pipeline have different numbers of operations
+        return (
+            exposed,
+            flops * comm.size,
+            dict(zip(tensors, means, strict=True)),
+            dict(zip(memory, peaks.tolist(), strict=True)),
+        )
 
     def _write(self, record: Record) -> None:
         if self._file is not None:

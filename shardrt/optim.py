@@ -9,11 +9,12 @@ from collections.abc import Iterable
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from .comm import DeviceMesh, ReduceOp, current_stream
+from .comm import Communicator, DeviceMesh, ReduceOp, current_stream
 from .kernels import rescale, total_norm
 from .tensor.dtensor import DTensor
+from .tensor.group_registry import stages_of
 from .tensor.optimizer_state import states_of_parameters
-from .tensor.reductions import combine, rounds_over
+from .tensor.reductions import combine, combine_on, rounds_over
 
 _NAMED = 4  # an error names so many parameters of a rank, and so many ranks
 
@@ -39,12 +40,13 @@ def clip_grad_norm_(
     foreach: makes no difference: gradients are scaled in lists.
     pp_mesh: the ranks that have the parameters of other pipeline stages, such as `mesh["pp"]`. The norm is then of the
         gradients of all stages, and error_if_nonfinite raises on the ranks of all, whichever stage it is. A parameter that is
-        on several stages counts on each.
+        on several stages counts on each. None: the stages of `integrations.pipelining.PipelineStage`, if a parameter is in one:
+        then all stages call this.
     Returns: the norm before clipping, a 0-dim float32 tensor (float64 if a gradient is, or complex128), the same on all ranks,
         on the mesh's device. Complex numbers count by their magnitudes.
     Collective. Cost: an all-reduce of one float64 for each mesh (one more with tensor parallelism), an all-gather of one over
-    pp_mesh, and one pass to scale; no host sync. error_if_nonfinite: for M meshes, M * M all-reduces of one byte, one more over
-    pp_mesh, and a host sync.
+    the stages, and one pass to scale; no host sync. error_if_nonfinite: for M meshes, M * M all-reduces of one byte, one more
+    over the stages, and a host sync.
     Raises ValueError for a norm_type <= 0, and for a `Partial` gradient.
     """
     norm_type = float(norm_type)  # also "inf"
@@ -57,10 +59,11 @@ def clip_grad_norm_(
     local_norms = [total_norm(local, norm_type, mesh.device) for mesh, local in meshes.items()]
     norms += [_norm_over_mesh(mesh, mine, norm_type) for mesh, mine in zip(meshes, local_norms, strict=True)]
     norm = _same_bits(torch.linalg.vector_norm(torch.stack(norms), norm_type), listed)
-    if pp_mesh is not None:
-        norm = _norm_over_stages(pp_mesh, norm, norm_type)
+    stages = stages_of(listed) if pp_mesh is None else pp_mesh.communicator("tensor")
+    if stages is not None:
+        norm = _norm_over_stages(stages, norm, norm_type)
     if error_if_nonfinite:
-        _raise_if_nonfinite([*norms, *local_norms, norm], listed, pp_mesh)  # a maximum may leave NaNs out
+        _raise_if_nonfinite([*norms, *local_norms, norm], listed, stages)  # a maximum may leave NaNs out
     # As in torch: no branch on the value, which would be a host sync; 1e-6 prevents a division by zero.
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for local in (*meshes.values(), plain):
@@ -103,43 +106,44 @@ def _norm_over_mesh(mesh: DeviceMesh, mine: torch.Tensor, norm_type: float) -> t
     return combine(mine**norm_type, ReduceOp.SUM, mesh) ** (1.0 / norm_type)
 
 
-def _norm_over_stages(mesh: DeviceMesh, mine: torch.Tensor, norm_type: float) -> torch.Tensor:
+def _norm_over_stages(stages: Communicator, mine: torch.Tensor, norm_type: float) -> torch.Tensor:
     """The norm of all pipeline stages' gradients.   mine: the norm of this one's, the same on all ranks of the stage.
 
     They are gathered, so that every rank adds up in one order, and all get the same bits: each is in an all-reduce of its own.
     """
-    sent = mine.to(mesh.device).reshape(1)
-    everyone = sent.new_empty(int(mesh.size))
-    stream = current_stream(mesh.device)
-    mesh.communicator("tensor").all_gather(everyone, sent, stream=stream).wait(stream)
+    sent = mine.to(stages.device).reshape(1)
+    everyone = sent.new_empty(stages.size)
+    stream = current_stream(stages.device)
+    stages.all_gather(everyone, sent, stream=stream).wait(stream)
     return torch.linalg.vector_norm(everyone, norm_type)
 
 
-def _raise_if_nonfinite(norms: list[torch.Tensor], params: list[torch.Tensor], pp_mesh: DeviceMesh | None) -> None:
+def _raise_if_nonfinite(norms: list[torch.Tensor], params: list[torch.Tensor], stages: Communicator | None) -> None:
     """Raise RuntimeError on all ranks of the parameters' meshes if one of the norms is not finite on any of them. Collective.
 
-    With pp_mesh, on all ranks of all stages. Hazard: a rank that raises alone leaves others waiting.
+    With `stages`, on all ranks of all stages. Hazard: a rank that raises alone leaves others waiting.
     """
-    meshes = [*rounds_over(params), *([] if pp_mesh is None else [pp_mesh])]  # those of a stage first: its ranks then agree
+    comms = [mesh.communicator("tensor") for mesh in rounds_over(params)]
+    comms += [] if stages is None else [stages]  # last, when the ranks of a stage have agreed
     is_wrong = ~torch.stack([norm.to(norms[-1].device) for norm in norms]).isfinite().all()
-    for mesh in meshes:
-        is_wrong = combine(is_wrong, ReduceOp.MAX, mesh)
+    for comm in comms:
+        is_wrong = combine_on(is_wrong, ReduceOp.MAX, comm)
     if is_wrong:
-        raise RuntimeError(_describe_nonfinite(params, meshes))
+        raise RuntimeError(_describe_nonfinite(params, comms))
 
 
-def _describe_nonfinite(params: list[torch.Tensor], meshes: list[DeviceMesh]) -> str:
-    """The error's text. Collective over the meshes."""
-    rank = meshes[0].get_rank() if meshes else -1
+def _describe_nonfinite(params: list[torch.Tensor], comms: list[Communicator]) -> str:
+    """The error's text. Collective over the communicators."""
+    rank = comms[0].ranks[comms[0].rank] if comms else -1
     found = {rank: names} if (names := _nonfinite_names(params)) else {}
-    for mesh in meshes:
-        for others in mesh.communicator("tensor").exchange(found):
+    for comm in comms:
+        for others in comm.exchange(found):
             found |= others
         # Cost: of the ranks that the text does not name, a few bytes each are sent on.
         found = {key: found[key] if place < _NAMED else [] for place, key in enumerate(sorted(found))}
     if not found:
         return "clip_grad_norm_: the norm of the gradients overflows"
-    each = [f"{', '.join(names)} on {f'rank {rank}' if meshes else 'this rank'}" for rank, names in found.items()]
+    each = [f"{', '.join(names)} on {f'rank {rank}' if comms else 'this rank'}" for rank, names in found.items()]
     more = f", and others on {len(each) - _NAMED} more ranks" if len(each) > _NAMED else ""
     return f"clip_grad_norm_: gradients that are infinite or NaN: {'; '.join(each[:_NAMED])}{more}; none has been scaled"
 

@@ -30,6 +30,7 @@ Two more are in `kernels/cuda.py` and `comm/streams.py`, which import nothing of
 | `compiling`                      | `torch._C._dynamo.eval_frame`                  |
 | `init_group`                     | `torch.optim.Adam._init_group`                 |
 | `clip_lists_of`                  | `torch.utils._foreach_utils`                   |
+| `after_unscaling`                | `torch.amp.GradScaler._unscale_grads_`         |
 | `profiler_state`                 | `torch.autograd.profiler._is_profiler_enabled` |
 | `OpOverload`, `OpOverloadPacket` | `torch._ops`                                   |
 | `tree_map` and two others        | `torch.utils._pytree`                          |
@@ -315,6 +316,21 @@ def init_group(kind: type) -> Callable[..., Any] | None:
         return None
     kinds = {parameter.kind for parameter in inspect.signature(found).parameters.values()}
     return None if inspect.Parameter.KEYWORD_ONLY in kinds else found
+
+
+Found = dict[torch.device, torch.Tensor]  # by device, float32 numbers that are 1 where a gradient was not finite, else 0
+
+
+def after_unscaling(agree: Callable[[torch.optim.Optimizer, Found], None]) -> None:
+    """From now on, `torch.amp.GradScaler` calls `agree` once for each optimizer and step, which may change what was found."""
+    unscale = torch.amp.GradScaler._unscale_grads_
+
+    def run(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Found:
+        found: Found = unscale(self, optimizer, *args, **kwargs)
+        agree(optimizer, found)
+        return found
+
+    torch.amp.GradScaler._unscale_grads_ = run  # type: ignore[method-assign]
 
 
 def clip_lists_of(kind: type[torch.Tensor]) -> None:

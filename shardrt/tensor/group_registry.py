@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 from weakref import ReferenceType, ref
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..comm import DeviceMesh
+from ..comm import Communicator, DeviceMesh
 
 
 class Group(Protocol):
@@ -18,6 +18,10 @@ class Group(Protocol):
 
     name: str
     mesh: DeviceMesh
+
+    @property
+    def stages(self) -> Communicator | None:
+        """The ranks that have the other stages, if the parameters are those of a stage of a pipeline."""
 
     @property
     def modules(self) -> Sequence[nn.Module]:
@@ -36,6 +40,12 @@ def group_of(param: torch.Tensor) -> Group | None:
     """The group that owns `param`, which is an original or a sharded parameter; None if it has no owner."""
     found: ReferenceType[Group] | None = _groups.get(param)
     return None if found is None else found()
+
+
+def stages_of(params: Iterable[torch.Tensor]) -> Communicator | None:
+    """The ranks that have the other stages of the pipeline that one of these parameters is in; None without one."""
+    found = (group.stages for param in params if (group := group_of(param)) is not None)
+    return next(filter(None, found), None)
 
 
 def owned() -> Iterator[tuple[torch.Tensor, Group]]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from ..comm import DeviceMesh, ReduceOp, current_stream
+from ..comm import Communicator, DeviceMesh, ReduceOp, current_stream
 from .activations import run_gathered
 from .dtensor import DTensor
 from .operands import local_shards, raise_undefined, specs_of
@@ -126,10 +126,13 @@ def rounds_over(tensors: Iterable[torch.Tensor]) -> list[DeviceMesh]:
 
 def combine(value: torch.Tensor, op: ReduceOp, mesh: DeviceMesh | None) -> torch.Tensor:
     """All-reduce a small tensor over the mesh; the result is on the mesh's device. mesh: None returns `value` unchanged."""
-    if mesh is None:
-        return value
-    sent = plain(value).to(mesh.device, torch.uint8 if value.dtype == torch.bool else value.dtype).contiguous()
+    return value if mesh is None else combine_on(value, op, mesh.communicator("tensor"))
+
+
+def combine_on(value: torch.Tensor, op: ReduceOp, comm: Communicator) -> torch.Tensor:
+    """All-reduce a small tensor over a communicator; the result is on its device."""
+    sent = plain(value).to(comm.device, torch.uint8 if value.dtype == torch.bool else value.dtype).contiguous()
     out = torch.empty_like(sent)
-    stream = current_stream(mesh.device)
-    mesh.communicator("tensor").all_reduce(out, sent, op, stream=stream).wait(stream)
+    stream = current_stream(comm.device)
+    comm.all_reduce(out, sent, op, stream=stream).wait(stream)
     return out.to(value.dtype)

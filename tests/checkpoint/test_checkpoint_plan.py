@@ -289,7 +289,7 @@ def test_metadata_is_made_once_for_equal_states(world: World) -> None:
 @on_ranks(2, 4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.float8_e4m3fn])
 def test_copies_on_meshes_apart_are_compared(world: World, dtype: torch.dtype) -> None:
-    """Replicas may differ by rounding; parts of a model with the names of others would be lost. Halves of the ranks.
+    """Parts of a model with the names of others would be lost, also if they are close. Halves of the ranks.
 
     The halves cut by other rows, the last rank's local tensor is conjugated where it is complex, some have no elements.
     """
@@ -301,16 +301,16 @@ def test_copies_on_meshes_apart_are_compared(world: World, dtype: torch.dtype) -
     def save(own: torch.Tensor) -> None:
         spec = Spec.of(mesh, [RaggedShard(0, counts)], own.shape)
         local = spec.local_shard(own).to(dtype)
-        local = local.conj() if last and local.is_complex() else local
+        local = local.conj().resolve_conj().conj() if last and local.is_complex() else local
         found = [entry("same", DTensor(torch.zeros(local.shape), spec)), entry("plain", torch.ones(3))]
         found.append(entry("number", DTensor(full.mean().to(dtype), Spec.of(mesh, [Replicate()], torch.Size()))))
         make_plan([*found, entry("stage.weight", DTensor(local, spec))], world.comm)
 
     save(full)
-    save(full + upper * full / 100)
     save(torch.where(torch.arange(5) == 0, torch.nan if dtype.is_floating_point else 0, full))
     message = rf"'stage.weight': ranks . and [{half}-{world.size - 1}] have different tensors of this name, on different meshes"
-    for other in (full.flip(0) if upper else full, full * upper + full.mean() * (full == 3) * ~upper):
+    last_bit = full + upper * (full == full[7, 4]) * (1 if dtype.itemsize > 1 else 8)
+    for other in (full.flip(0) if upper else full, full * upper + full.mean() * (full == 3) * ~upper, last_bit):
         with pytest.raises(CheckpointError, match=message):
             save(other)
 

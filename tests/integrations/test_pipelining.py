@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -153,8 +153,11 @@ def test_checkpoints_have_all_stages(world: World) -> None:
 def test_checkpoints_of_stages_with_the_same_names(world: World) -> None:
     """One of them would be lost."""
     mesh = shardrt.init_device_mesh("cpu", (2, world.size // 2), mesh_dim_names=("pp", "dp"))
-    torch.manual_seed(mesh["pp"].rank)
-    stage = shardrt.fully_shard(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5)), mesh=mesh["dp"])
+    torch.manual_seed(0)
+    stage = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5))
+    for param in stage.parameters():
+        param.data *= 1 + 1e-6 * mesh["pp"].rank  # of one beginning, and hardly trained
+    shardrt.fully_shard(stage, mesh=mesh["dp"])
     with shared_folder(world) as folder:
         with pytest.raises(checkpoint.CheckpointError, match=r"'model.0.bias', and 3 more: .* different names"):
             checkpoint.save({"model": stage}, folder)
@@ -162,6 +165,165 @@ def test_checkpoints_of_stages_with_the_same_names(world: World) -> None:
             checkpoint.save_safetensors(stage, folder)
         assert not list(folder.iterdir())
         checkpoint.save({f"stage{mesh['pp'].rank}": stage}, folder)
+
+
+class Numbered(nn.Module):
+    """Layers with the names that they have in the whole model."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict({str(number): nn.Linear(5, 5) for number in numbers})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks.values():
+            x = block(x)
+        return x
+
+
+def grouped(kind: str, module: nn.Module, decays: tuple[float, float], *, swapped: bool) -> torch.optim.Optimizer:
+    """An optimizer with a group for weights and one for biases."""
+    matrices, vectors = ([p for p in module.parameters() if p.dim() == dims and p.requires_grad] for dims in (2, 1))
+    groups = [{"params": some, "weight_decay": decay} for some, decay in zip((matrices, vectors), decays, strict=True)]
+    made: torch.optim.Optimizer = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[kind](
+        groups[::-1] if swapped else groups
+    )
+    return made
+
+
+def decays_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    found = {param: group["weight_decay"] for group in optimizer.param_groups for param in group["params"]}
+    return {name: found[param] for name, param in module.named_parameters() if param in found}
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw", "adamw before a step", "adamw with a frozen stage"])
+@on_ranks(2, 3, 4)
+def test_groups_of_optimizers_of_stages(world: World, kind: str) -> None:
+    """A checkpoint knows the groups of all stages' parameters: for stages with other groups, and without a pipeline."""
+    count = world.size if world.size % 2 else 2
+    mesh = shardrt.init_device_mesh("cpu", (count, world.size // count), mesh_dim_names=("pp", "dp"))
+    name = kind.split()[0]
+
+    def stage(numbers: Sequence[int], mesh: DeviceMesh) -> nn.Module:
+        module = shardrt.fully_shard(Numbered(numbers), mesh=mesh)
+        if "frozen" in kind and 1 in numbers:
+            module.blocks["1"].weight.requires_grad_(False)
+        return module
+
+    saved = stage([mesh["pp"].rank], mesh["dp"])
+    optimizer = grouped(name, saved, (0.3, 0.1), swapped=False)
+    if "before" not in kind:
+        saved(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+    expected = {f"blocks.{number}.{part}": decay for number in range(count) for part, decay in (("weight", 0.3), ("bias", 0.1))}
+    with shared_folder(world) as folder:
+        checkpoint.save({"model": saved, "optimizer": optimizer}, folder)
+        for numbers, on in (([mesh["pp"].rank], mesh["dp"]), (range(count), world.mesh)):
+            for swapped in (False, True):
+                module = stage(numbers, on)
+                other = grouped(name, module, (0.0, 0.0), swapped=swapped)
+                checkpoint.load({"model": module, "optimizer": other}, folder)
+                found = decays_of(module, other)
+                assert found == {each: expected[each] for each in found}
+
+
+def pipeline_of_two(world: World) -> tuple[DeviceMesh, nn.Module, nn.Module, PipelineStage]:
+    """The mesh, the whole model, and this rank's stage of it, also as torch's."""
+    mesh = shardrt.init_device_mesh("cpu", (2, world.size // 2), mesh_dim_names=("pp", "dp"))
+    pp, whole, every = mesh["pp"], nn.Sequential(*blocks(2)), blocks(2)
+    module = shardrt.fully_shard(every[pp.rank], mesh=mesh["dp"])
+    group = torch_distributed.process_group(pp)
+    return mesh, whole, module, PipelineStage(module, pp.rank, 2, torch.device("cpu"), group=group)
+
+
+def given(pp: DeviceMesh, x: torch.Tensor) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """The arguments of a schedule's call on this stage, which is to return what it is given."""
+    return [x] if pp.rank == 0 else [], {"target": x} if pp.rank == 1 else {}
+
+
+@pytest.mark.parametrize("calls", ["step eval", "step eval step", "step other step", "eval step eval eval", "step step"])
+@on_ranks(2, 4)
+def test_gradients_that_no_optimizer_has_used(world: World, calls: str) -> None:
+    """They stay, whatever runs meanwhile, and further ones are added."""
+    with default_group():
+        mesh, whole, module, stage = pipeline_of_two(world)
+
+        def make() -> Any:
+            return pipelining.ScheduleGPipe(stage, MICROBATCHES, loss_fn=nn.functional.mse_loss)
+
+        schedule = make()
+        for step, call in enumerate(calls.split()):
+            args, kwargs = given(mesh["pp"], batch(step, mesh["dp"].rank))
+            if call == "other":
+                schedule = make()
+            else:
+                (schedule.step if call == "step" else schedule.eval)(*args, **kwargs)
+            for replica in range(int(mesh["dp"].size)) if call == "step" else ():
+                x = batch(step, replica)
+                (nn.functional.mse_loss(whole(x), x) / mesh["dp"].size).backward()
+        for found, expected in zip(module.parameters(), whole[mesh["pp"].rank].parameters(), strict=True):
+            torch.testing.assert_close(full(found.grad), expected.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("schedule_class", [pipelining.ScheduleZBVZeroBubble, pipelining.ScheduleDualPipeV])
+@on_ranks(2)
+def test_evaluation_between_steps_of_v_schedules(world: World, schedule_class: Any) -> None:
+    """Rank 0 has the first and the last stage, rank 1 those between."""
+    mesh = shardrt.init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    pp, whole, every = mesh["pp"], nn.Sequential(*blocks(4)), blocks(4)
+    mine = (pp.rank, 3 - pp.rank)
+    with default_group():
+        group = torch_distributed.process_group(pp)
+        for index in mine:
+            shardrt.fully_shard(every[index], mesh=mesh["dp"])
+        stages = [PipelineStage(every[index], index, 4, torch.device("cpu"), group=group) for index in mine]
+        schedule = schedule_class(stages, MICROBATCHES, loss_fn=nn.functional.mse_loss)
+        for step, call in enumerate(("step", "eval", "step")):
+            x, losses = batch(step, 0), list[torch.Tensor]()
+            args, kwargs = ([x], {"target": x, "losses": losses}) if pp.rank == 0 else ([], {})
+            getattr(schedule, call)(*args, **kwargs)
+            loss = nn.functional.mse_loss(whole(x), x)
+            if losses:
+                torch.testing.assert_close(torch.stack(losses).mean(), loss, rtol=1e-10, atol=0)
+            if call == "step":
+                loss.backward()
+    for index in mine:
+        for found, expected in zip(every[index].parameters(), whole[index].parameters(), strict=True):
+            torch.testing.assert_close(full(found.grad), expected.grad, rtol=1e-10, atol=1e-12)
+
+
+@on_ranks(2, 4)
+def test_stages_know_of_each_other(world: World) -> None:
+    """The norm is that of all, and GradScaler skips a step on all if a gradient of one rank is not finite, by one scale."""
+    with default_group():
+        mesh, whole, module, stage = pipeline_of_two(world)
+        pp, replicas = mesh["pp"], int(mesh["dp"].size)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (module, whole)]
+        scalers = [torch.amp.GradScaler("cpu", growth_interval=3) for _ in optimizers]
+        scalers[0].scale(torch.zeros(()))  # makes the scale where there is no loss
+        schedule = pipelining.ScheduleGPipe(
+            stage, 1, loss_fn=lambda out, x: scalers[0].scale(nn.functional.mse_loss(out, x)), scale_grads=False
+        )
+        for step in range(8):
+            args, kwargs = given(pp, batch(step, mesh["dp"].rank))
+            schedule.step(*args, **kwargs)
+            for x in (batch(step, replica) for replica in range(replicas)):
+                scalers[1].scale(nn.functional.mse_loss(whole(x), x) / replicas).backward()
+            if step in (1, 2, 4):
+                broken = step % 2
+                whole[broken][0].bias.grad[-1] = float("inf")
+                if pp.rank == broken and mesh["dp"].rank == replicas - 1:
+                    module[0].bias.grad.to_local()[-1] = float("inf")
+            for scaler, optimizer in zip(scalers, optimizers, strict=True):
+                scaler.unscale_(optimizer)
+            norm = shardrt.clip_grad_norm_(module.parameters(), 0.1)
+            torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(whole.parameters(), 0.1), rtol=1e-10, atol=0)
+            for scaler, optimizer in zip(scalers, optimizers, strict=True):
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            assert scalers[0].get_scale() == scalers[1].get_scale()
+        for found, expected in zip(module.parameters(), whole[pp.rank].parameters(), strict=True):
+            torch.testing.assert_close(full(found).detach(), expected.detach(), rtol=1e-10, atol=1e-12)
 
 
 def stage_with_gradients(world: World, factor: float) -> tuple[nn.Module, nn.Module, DeviceMesh]:

@@ -117,6 +117,18 @@ def test_flops_are_those_of_the_first_step(world: World) -> None:
     metrics.close()
 
 
+@on_ranks(2)
+def test_ranks_with_other_numbers_of_operations(world: World) -> None:
+    """As stages of a pipeline have. The figure is the mean."""
+    metrics, rows = Metrics(count_flops=True), torch.ones(3, 8)
+    with metrics.step(tokens=3):
+        for _ in range(1 + 2 * world.rank):
+            rows @ rows.T
+    record = metrics.log(0)
+    assert record is not None
+    assert record["tflops"] == pytest.approx((1 + 3) / 2 * 2 * 3 * 3 * 8 / record["time_metrics/end_to_end(s)"] / 1e12)
+
+
 @on_ranks(1)
 def test_flops_of_attention_and_experts_on_the_host(world: World) -> None:
     if world.device.type != "cpu":

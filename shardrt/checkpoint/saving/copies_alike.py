@@ -1,40 +1,40 @@
 """A tensor of one name on several meshes is saved once: its copies are compared, so that no stage of a pipeline is lost.
 
 Meshes that share no rank have copies of one tensor where a model is replicated without a mesh that says so, or different
-tensors where its parts, such as the stages of a pipeline, use the same names. A few elements of each are compared, wherever
-they lie, and loosely, as replicas may differ by rounding.
+tensors where its parts, such as the stages of a pipeline, use the same names. All their bits are compared, by digests.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import chain
 
 import torch
 
 from ...comm import Communicator
+from ...tensor.digest import digest
+from ...tensor.dtensor import DTensor
+from ...tensor.placement import Box
 from ..errors import CheckpointError, agreed
-from ..geometry import parts
-from .descriptions import Description
+from ..geometry import parts, runs
+from .descriptions import Description, Grid
 
-_PLACES = 8  # that are compared of each tensor
-_TOLERANCE = 0.05  # of the norm of their elements
+_MODULUS = 1 << 64
 
-_Elements = Mapping[int, float]  # by their place in the whole tensor, row by row
+_Boxes = Mapping[Box, int]  # the digest of the elements there
 
 
 def check_copies(kinds: Sequence[Description], tensors: Mapping[str, torch.Tensor], comm: Communicator) -> None:
     """Raise CheckpointError on every rank if tensors of one name, on meshes of different ranks, have different elements.
 
-    kinds: the descriptions of all ranks.   tensors: of this rank, by name. Collective if there is such a name. Cost: a transfer
-    from the device of up to eight numbers for each.
+    kinds: the descriptions of all ranks.   tensors: of this rank, by name.
+    Collective if there is such a name. Cost: each byte of those tensors is read once.
     """
     names = _on_several_meshes(kinds) if len(kinds) > 1 else set[str]()
     if not names:
         return
     with agreed(comm):
-        mine = {name: _sampled(tensor) for name, tensor in tensors.items() if name in names}
+        mine = {name: _digests(tensor) for name, tensor in tensors.items() if name in names and isinstance(tensor, DTensor)}
     everyone = comm.exchange(mine)
     wrong = [(name, ranks) for name in sorted(names) if (ranks := _differing(name, everyone)) is not None]
     if wrong:
@@ -55,36 +55,27 @@ def _on_several_meshes(kinds: Iterable[Description]) -> Set[str]:
     return several
 
 
-def _sampled(tensor: torch.Tensor) -> _Elements:
-    """Those of some places of the whole tensor that this rank has; a complex one as the sum of its parts."""
-    found = dict(_elements(tensor))
-    return dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True)) if found else {}
-
-
-def _elements(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    last = tensor.numel() - 1
-    places = {number * last // (_PLACES - 1) for number in range(_PLACES)}
+def _digests(tensor: DTensor) -> tuple[Grid, _Boxes]:
+    """The ranks of a tensor, and what this one has of it."""
+    mesh, shape = tensor.spec.mesh, tensor.shape
+    whole, strides = Box((0,) * len(shape), tuple(shape)), [shape[dim + 1 :].numel() for dim in range(len(shape))]
+    found = {}
     for box, memory in parts(tensor):
-        for place in places:
-            index, rest = [], place
-            for size in reversed(tensor.shape):
-                rest, at = divmod(rest, size)
-                index.append(at)
-            local = [at - offset for at, offset in zip(reversed(index), box.offsets, strict=True)]
-            if all(0 <= at < size for at, size in zip(local, box.sizes, strict=True)):
-                value = memory[tuple(local)].resolve_conj()
-                yield place, (torch.view_as_real(value).sum() if value.is_complex() else value).double()
+        along = runs(box, whole, strides)
+        rows = memory.reshape(-1, along.numel)
+        found[box] = sum(int(digest(row, start)) for row, start in zip(rows, along.starts, strict=True)) % _MODULUS
+    return Grid.of(mesh.shape, mesh.mesh.flatten().tolist()), found
 
 
-def _differing(name: str, everyone: Sequence[Mapping[str, _Elements]]) -> tuple[int, int] | None:
-    """Two ranks with different elements of a tensor; None if all have the same ones."""
-    firsts, ranks, apart, total = dict[int, tuple[int, float]](), (0, 0), 0.0, 0.0
-    for rank, elements in enumerate(everyone):
-        for place, value in elements.get(name, {}).items():
-            first, expected = firsts.setdefault(place, (rank, value))
-            if math.isfinite(value) and math.isfinite(expected):
-                difference = value - expected
-                ranks = (first, rank) if difference and not apart else ranks
-                apart += difference * difference
-                total += value * value + expected * expected
-    return ranks if apart > _TOLERANCE**2 * total else None
+def _differing(name: str, everyone: Sequence[Mapping[str, tuple[Grid, _Boxes]]]) -> tuple[int, int] | None:
+    """Two ranks whose meshes have different tensors of a name; None if all have the same."""
+    copies = dict[Grid, dict[Box, int]]()
+    firsts = dict[Grid, int]()
+    for rank, mine in enumerate(everyone):
+        if name in mine:
+            grid, boxes = mine[name]
+            firsts.setdefault(grid, rank)
+            copies.setdefault(grid, {}).update(boxes)  # replicas on one mesh have the same boxes
+    totals = {grid: sum(boxes.values()) % _MODULUS for grid, boxes in copies.items()}
+    first, *others = totals
+    return next(((firsts[first], firsts[grid]) for grid in others if totals[grid] != totals[first]), None)

@@ -76,7 +76,7 @@ def describe(entries: Iterable[Entry], rank: int) -> Description:
     entries = list(entries)
     shared = {entry.name: entry.value for entry in entries if entry.is_shared and isinstance(entry.value, torch.Tensor)}
     digests = _digests({name: value for name, value in shared.items() if not (value.is_meta or value.is_quantized)})
-    for name, value, path, is_shared in entries:
+    for name, value, path, is_shared, _ in entries:
         if isinstance(value, bytes):
             digest = digest_of(value) if is_shared else None
             found.append(Described(name, tuple(path), None, nbytes=len(value), digest=digest))

@@ -1,5 +1,6 @@
 """Which rank writes what, and where: worked out by every rank for itself, and by rank 0 for all of them.
 
+    complete      the names of parameters of an optimizer's groups, of which a rank may have some     one collective
     describe      names, shapes, dtypes and placements of this rank's entries                         no communication
     compare       the descriptions and plain values of all ranks, which are usually equal             one collective
     check         the plain values, if they differ                                                    two more
@@ -34,7 +35,7 @@ from ..formats.dcp.metadata_pickle import MetadataWriter
 from ..formats.stored import Columns
 from ..formats.torch_file.items import ALIGNMENT, Number, item_length
 from ..geometry import TensorPart, parts
-from ..state.entries import Entry
+from ..state.entries import Entry, with_all_names
 from .assignment import Agreed, Assigned, assign, order_names
 from .chunks import Boxes
 from .copies_alike import check_copies
@@ -80,8 +81,9 @@ def make_plan(entries: Sequence[Entry], comm: Communicator) -> SavePlan:
 
     entries: with different names; other ranks may have others.
     Raises CheckpointError if a rank has a tensor that cannot be saved, and CheckpointError on every rank if two ranks have
-    different tensors of one name, as far as some of their elements tell, or if a rank of a tensor's mesh does not have it.
+    different tensors of one name, or if a rank of a tensor's mesh does not have it.
     """
+    entries = with_all_names(entries, comm)
     with agreed(comm):
         description = describe(entries, comm.rank)
     plan = agree(description, {each.name: each.value for each in entries if each.is_shared}, comm)
@@ -95,7 +97,7 @@ def plan_of_one(entries: Sequence[Entry]) -> SavePlan:
         Described(name, path, None, nbytes=len(value))
         if isinstance(value, bytes)
         else Described(name, path, value.dtype, tuple(value.shape))
-        for name, value, path, _ in entries
+        for name, value, path, *_ in entries
     )
     return _plan(entries, [entry.name for entry in entries], Agreed.of_equal(found, 1), 0)
 

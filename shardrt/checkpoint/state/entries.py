@@ -19,20 +19,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...comm import world
+from ...comm import Communicator, world
 from ...tensor.dtensor import DTensor
 from ..errors import CheckpointError, agreed
 from ..formats.stored import checked_keys, checked_name
 from ..geometry import memory_of
 from .names import ParameterNames, Path, clean_state, joined
 from .objects import encode
-from .optimizers import OF_RANK, Whole, optimizer_state
+from .optimizers import OF_RANK, NamesOfRank, Whole, optimizer_state
 from .stateful import PerRank, has_state, has_to_agree, key_of_rank, mark_differing
 from .trees import flattened, has_inside
 
@@ -42,12 +43,14 @@ class Entry(NamedTuple):
 
     is_shared: whether it has to be the same on all ranks that have it: a plain value, or a plain tensor of integers that is no
     module's.
+    names: of `value`, if it is a list of names, of which ranks have different ones: what is saved are those of all ranks.
     """
 
     name: str
     value: torch.Tensor | bytes
     path: Path
     is_shared: bool = False
+    names: tuple[str, ...] | None = None
 
 
 def entries(state: Mapping[str, Any]) -> list[Entry]:
@@ -71,8 +74,21 @@ def entries(state: Mapping[str, Any]) -> list[Entry]:
         if name in found:
             raise CheckpointError(f"two values of the state have the name '{name}'; rename one of the keys")
         checked_name(name), checked_keys(path)  # `load` checks the same
-        found[name] = Entry(name, _stored_form(name, value), path, _is_shared(name, value))
+        names = tuple(value.value) if isinstance(value, NamesOfRank) else None
+        found[name] = Entry(name, _stored_form(name, value), path, _is_shared(name, value), names)
     return list(found.values())
+
+
+def with_all_names(found: Sequence[Entry], comm: Communicator) -> Sequence[Entry]:
+    """The entries, with all ranks' names in lists of which a rank has some, such as an optimizer's of one pipeline stage.
+
+    Collective. The names of the first rank come first.
+    """
+    mine = {entry.name: entry.names for entry in found if entry.names is not None}
+    if (everyone := comm.differing(mine)) is None:
+        return found
+    merged = {name: list(dict.fromkeys(chain.from_iterable(each.get(name, ()) for each in everyone))) for name in mine}
+    return [entry._replace(value=encode(entry.name, merged[entry.name])) if entry.name in mine else entry for entry in found]
 
 
 def modules_of(state: Mapping[str, Any]) -> dict[str, nn.Module]:
@@ -102,7 +118,7 @@ def _tree(value: Any, path: Path, modules: Mapping[str, nn.Module]) -> Any:
     if isinstance(value, Optimizer):
         packed = optimizer_state(value, ParameterNames(joined(path), value, modules))
         for group in packed["param_groups"]:
-            group["params"] = Whole(group["params"])  # not compared: ranks may have different parameters
+            group["params"] = NamesOfRank(group["params"])
         return packed
     if has_state(value):
         return value.state_dict()

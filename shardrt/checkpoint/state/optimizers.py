@@ -35,6 +35,10 @@ class Whole:
     value: Any
 
 
+class NamesOfRank(Whole):
+    """The names of a group's parameters: ranks may have different ones, as stages of a pipeline do."""
+
+
 def optimizer_state(optimizer: Optimizer, names: ParameterNames) -> dict[str, Any]:
     """The optimizer's state dict by the names of its parameters, as torch's `get_optimizer_state_dict` gives it.
 

@@ -327,6 +327,7 @@ class RootSettings:
     prefetch: PrefetchPolicy = PrefetchPolicy()
     is_last_backward: bool = True
     post_optim_event: Event | None = None  # holds for one iteration
+    stages: Communicator | None = None  # the ranks that have the other stages, if the root is one of a pipeline
 
     def take_post_optim_event(self) -> Event | None:
         """Take the event for which the iteration that begins waits, if any. Later iterations do not wait for it."""

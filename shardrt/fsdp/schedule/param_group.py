@@ -227,6 +227,12 @@ class ParamGroup:
         """The group of the outermost sharded module around this one."""
         return self if self.parent is None else self.parent.root
 
+    @property
+    def stages(self) -> Communicator | None:
+        """The ranks that have the other stages, if the root is a stage of a pipeline."""
+        settings = self.root.root_settings
+        return None if settings is None else settings.stages
+
     def with_descendants(self) -> Iterator[ParamGroup]:
         """This group and those of sharded modules inside its own, from the outside in."""
         yield self
