@@ -7,7 +7,7 @@ may have characters that a terminal would act on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
@@ -55,11 +55,23 @@ def agreed(comm: ControlPlane) -> Iterator[None]:
 
 
 _CHARACTERS, _ITEMS, _LEVELS = 200, 4, 3
+_LISTED = 20  # names in an error
 
 
 def shown(value: object) -> str:
     """What `repr` gives for plain values, cut to a few hundred characters; the type of any other value."""
     return _cut(_shown(value, _LEVELS))
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first names of a list."""
+    return first_of([*map(shown, names[:_LISTED]), *names[_LISTED:]])
+
+
+def first_of(texts: Sequence[str], between: str = ", ") -> str:
+    """The first of these texts, and how many more there are."""
+    more = f", and {len(texts) - _LISTED} more" if len(texts) > _LISTED else ""
+    return between.join(texts[:_LISTED]) + more
 
 
 def reason(error: BaseException) -> str:

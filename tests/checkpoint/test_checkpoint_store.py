@@ -192,6 +192,10 @@ class TestCommit:
         (tmp_path / "newest").symlink_to("step-1")
         save(tmp_path / "newest", b"two")
         assert (tmp_path / "newest").is_symlink()
+        (tmp_path / "best").symlink_to("final")
+        for name, message in (("best", r"best', a link to '.*final'"), ("final", r"final'")):
+            with pytest.raises(ValueError, match="ends in a number, such as 'step-100'; found '.*" + message):
+                save(tmp_path / name, b"", 2)
         assert content_of(tmp_path / "step-1") == b"two"
 
     def test_what_fails_after_the_rename_is_not_the_save(self, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:

@@ -372,6 +372,10 @@ def test_what_does_not_fit_is_listed_on_all_ranks(world: World) -> None:
             CheckpointError, match=r"the state dict does not fit the model: missing: 'inp.bias'. unexpected: 'extra'"
         ):
             set_model_state_dict(model, mine, options=options)
+        foreign = {**mine, **{f"foreign.{number}": torch.ones(1) for number in range(3000)}} if mine else {}
+        with pytest.raises(CheckpointError, match=r"unexpected: 'extra', 'foreign.0', .*, and 2981 more.") as caught:
+            set_model_state_dict(model, foreign, options=options)
+        assert len(str(caught.value)) < 1000
         wrong = {**mine, "inp.bias": torch.ones(3)} if mine else {}
         with pytest.raises(CheckpointError, match=r"'inp.bias': expected shape \(13,\), found \(3,\)"):
             set_model_state_dict(model, wrong, options=options)

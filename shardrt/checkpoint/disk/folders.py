@@ -72,26 +72,30 @@ def writer(path: Path) -> Iterator[Writer]:
 
 
 def check_target(folder: str | os.PathLike[str], keep: Keep) -> Path:
-    """The real path of a folder to save in. Raises ValueError for a name, or a `keep`, that a save cannot have."""
+    """The real path of a folder to save in: of a link, what it leads to, which the save replaces.
+
+    Raises ValueError for a name, or a `keep`, that a save cannot have.
+    """
     target = Path(os.path.realpath(folder))
     with suppress(OSError):  # one of the two is not there
         if target.samefile(os.curdir):
             raise ValueError(f"{os.fspath(folder)!r} is the current directory, which would be replaced: save in one inside")
-    check_name(target, keep)
+    is_link = os.path.islink(os.path.abspath(folder))
+    check_name(target, keep, f"{os.fspath(folder)!r}, a link to {str(target)!r}" if is_link else repr(str(target)))
     return target
 
 
-def check_name(target: Location, keep: Keep) -> None:
-    """Raise ValueError for a name, or a `keep`, that a save cannot have."""
+def check_name(target: Location, keep: Keep, shown: str) -> None:
+    """Raise ValueError for a name, or a `keep`, that a save cannot have.   shown: the target in messages."""
     if target.name.endswith((".tmp", ".aside")) or not target.name:
         name = "neither *.tmp nor *.aside"
-        raise ValueError(f"a checkpoint cannot be saved as {os.fspath(target)!r}: expected a folder whose name is {name}")
+        raise ValueError(f"a checkpoint cannot be saved as {shown}: expected a folder whose name is {name}")
     if keep.newest is not None and keep.newest < 1:
         raise ValueError(f"{keep}: expected at least 1, or None to keep every checkpoint")
     if keep.every is not None and (keep.every < 1 or keep.newest is None):
         raise ValueError(f"{keep}: expected keep_every to be at least 1, and beside keep=, without which nothing is deleted")
     if keep.newest is not None and not _NUMBERED.fullmatch(target.name):
-        raise ValueError(f"{keep} needs a folder whose name ends in a number, such as 'step-100'; found {target.name!r}")
+        raise ValueError(f"{keep} needs a folder whose name ends in a number, such as 'step-100'; found {shown}")
 
 
 def begin(target: Path, folder: Path) -> Draft:

@@ -10,6 +10,7 @@ A save is refused where a checkpoint is, since neither would be whole for some t
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 
@@ -27,7 +28,7 @@ _log = logging.getLogger("shardrt")
 
 def check_target(folder: RemotePath, keep: Keep) -> RemotePath:
     """The folder to save in. Raises ValueError for a name, or a `keep`, that a save cannot have."""
-    check_name(folder, keep)
+    check_name(folder, keep, repr(os.fspath(folder)))
     if "/" not in folder.path:
         raise ValueError(f"'{folder}' is a whole bucket: save in a folder inside it")
     return folder

@@ -11,7 +11,7 @@ import torch
 
 from ...comm import DeviceMesh
 from ...tensor.dtensor import DTensor
-from ..errors import CheckpointError, shown
+from ..errors import CheckpointError, first_of, listed, shown
 from ..formats.stored import Stored
 from ..geometry import memory_of
 from ..state.dtypes import Rounded, narrows
@@ -23,8 +23,6 @@ from ..state.stateful import OF_RANK, PerRank
 from ..state.trees import flattened, key_of, placed
 from .reading import Fetch, fetches, read_all
 from .renaming import KeyMap, with_new_names
-
-_LISTED = 20  # names in an error
 
 
 class _OfRank(NamedTuple):
@@ -177,10 +175,10 @@ class Contents:
 
     def check(self, *, strict: bool) -> str:
         """Raise CheckpointError if anything does not fit or, if strict, is missing or unexpected; else returns what is."""
-        loose = [_listed("the checkpoint lacks", [f"'{name}'" for name in self.missing])] if self.missing else []
-        loose += [_listed("the state has no place for", [f"'{name}'" for name in self.unexpected])] if self.unexpected else []
+        loose = [f"the checkpoint lacks {listed(self.missing)}"] if self.missing else []
+        loose += [f"the state has no place for {listed(self.unexpected)}"] if self.unexpected else []
         loose += [*self.unlike, *self.other_classes]
-        problems = [_listed("it does not fit the state:", self._unfit)] if self._unfit else []
+        problems = [f"it does not fit the state: {first_of(self._unfit)}"] if self._unfit else []
         if strict and loose:
             problems = [*loose, *problems, "key_map gives names that fit, and strict=False loads the rest"]
             if any(".state." in f".{name}" for name in self.unexpected):
@@ -222,8 +220,3 @@ def _place(target: torch.Tensor) -> object:
 def _is_empty(value: Any) -> bool:
     """Whether a value has nothing that a checkpoint must have."""
     return (isinstance(value, Mapping) and not value) or (isinstance(value, PerRank) and value.is_optional)
-
-
-def _listed(before: str, items: list[str]) -> str:
-    more = f", and {len(items) - _LISTED} more" if len(items) > _LISTED else ""
-    return f"{before} {', '.join(items[:_LISTED])}{more}"

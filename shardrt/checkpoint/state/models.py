@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...fsdp.schedule.moves import buffers_on_meta
-from ..errors import CheckpointError, shown
+from ..errors import CheckpointError, first_of, listed
 from .dtypes import Rounded, narrows
 from .names import LoadedKeys, clean_state, cleaner
 
@@ -89,9 +89,9 @@ def match(model: Iterable[NamedTensor], others: Iterable[str], given: Mapping[st
                 made.rounded.append(Rounded(name, stored, tensor.dtype))
     unexpected = made.keys.unexpected_keys
     unexpected += sorted(given.keys() - names)
-    problems = ["; ".join(wrong)] if wrong else []
-    problems += [f"missing: {', '.join(map(shown, missing))}"] if strict and missing else []
-    problems += [f"unexpected: {', '.join(map(shown, unexpected))}"] if strict and unexpected else []
+    problems = [first_of(wrong, "; ")] if wrong else []
+    problems += [f"missing: {listed(missing)}"] if strict and missing else []
+    problems += [f"unexpected: {listed(unexpected)}"] if strict and unexpected else []
     if problems:
         raise CheckpointError(
             f"{what} does not fit the model: {'. '.join(problems)}. strict=False leaves out what one side lacks"
