@@ -224,6 +224,11 @@ def test_groups_of_optimizers_of_stages(world: World, kind: str) -> None:
                 checkpoint.load({"model": module, "optimizer": other}, folder)
                 found = decays_of(module, other)
                 assert found == {each: expected[each] for each in found}
+        weights = {name: full(param).detach().clone() for name, param in saved.named_parameters()}
+        checkpoint.save_safetensors(saved, folder / "weights")
+        saved.load_state_dict({name: torch.zeros_like(param) for name, param in saved.named_parameters()})
+        assert not checkpoint.load_safetensors(saved, folder / "weights").unexpected_keys
+        assert all(torch.equal(full(param), weights[name]) for name, param in saved.named_parameters())
 
 
 def pipeline_of_two(world: World) -> tuple[DeviceMesh, nn.Module, nn.Module, PipelineStage]:

@@ -55,7 +55,7 @@ def _load(model: nn.Module, folder: str | os.PathLike[str], key_map: KeyMap | No
         path = on_disk(folder)
         stored = with_new_names(read_stored(path), key_map).stored
         named = named_tensors(model)
-        found, keys, further, rounded = match(named, (), stored.tensors, f"'{path}'", strict=strict)
+        found, keys, further, rounded = match(named, (), stored.tensors, f"'{path}'", comm, strict=strict)
         for name, tensor, _ in named:
             if isinstance(tensor, DTensor) and tensor.spec.partial and name in found:
                 raise CheckpointError(

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ...comm import Communicator
 from ...fsdp.schedule.moves import buffers_on_meta
 from ..errors import CheckpointError, first_of, listed
 from .dtypes import Rounded, narrows
@@ -64,12 +66,21 @@ class Match(NamedTuple):
     rounded: list[Rounded]
 
 
-def match(model: Iterable[NamedTensor], others: Iterable[str], given: Mapping[str, Any], what: str, *, strict: bool) -> Match:
-    """Find the model's tensors among what is given, by the first of their names that is there.
+def match(
+    model: Iterable[NamedTensor],
+    others: Iterable[str],
+    given: Mapping[str, Any],
+    what: str,
+    comm: Communicator,
+    *,
+    strict: bool,
+) -> Match:
+    """Find the model's tensors among what is given, by the first of their names that is there. Collective.
 
     others: names of the model's values that are no tensors.   given: what may be loaded, by name; what has a dtype of torch,
     and a shape, counts as a tensor.   what: the name of `given` in messages.
-    Raises CheckpointError for tensors of other shapes and, if strict, for names that one side lacks.
+    Raises CheckpointError for tensors of other shapes and, if strict, for names that one side lacks. What the models of other
+    ranks have, such as other stages of a pipeline, is not unexpected.
     """
     wrong, names = list[str](), set(others)
     missing = [name for name in others if name not in given]
@@ -88,7 +99,8 @@ def match(model: Iterable[NamedTensor], others: Iterable[str], given: Mapping[st
             if narrows(stored := given[sources[0]].dtype, tensor.dtype):
                 made.rounded.append(Rounded(name, stored, tensor.dtype))
     unexpected = made.keys.unexpected_keys
-    unexpected += sorted(given.keys() - names)
+    elsewhere = chain.from_iterable(comm.differing(sorted(names)) or ())
+    unexpected += sorted(given.keys() - names.union(elsewhere))
     problems = [first_of(wrong, "; ")] if wrong else []
     problems += [f"missing: {listed(missing)}"] if strict and missing else []
     problems += [f"unexpected: {listed(unexpected)}"] if strict and unexpected else []

@@ -142,7 +142,9 @@ def _set_model(
     with agreed(here.comm):
         clean = cleaner(model)
         others = {clean(raw): raw for raw, value in model.state_dict().items() if not isinstance(value, torch.Tensor)}
-        found, keys, further, rounded = match(named_tensors(model), others, state, "the state dict", strict=options.strict)
+        found, keys, further, rounded = match(
+            named_tensors(model), others, state, "the state dict", here.comm, strict=options.strict
+        )
     with agreed(here.comm):
         materialise(model, here.device, optimizers)
     named = [each for each in named_tensors(model) if each.name in found]
