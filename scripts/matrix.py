@@ -1,6 +1,6 @@
 """What works in which dimension: each feature in each split of a GPT over four ranks, beside one process, in float64.
 
-python -m shardrt.launch -n 4 scripts/matrix.py        prints the table of docs/comparison.md; exits with 1 if a cell is wrong
+python -m shardrt.launch -n 4 scripts/matrix.py        prints the table of docs/tasks.md; exits with 1 if a cell is wrong
 python -m shardrt.launch -n 4 scripts/matrix.py --dimension PP --feature clipping        some cells
 
 A cell says "yes" where gradients, parameters and losses are those of one process to 1e-9, or what refuses it by name.
@@ -15,7 +15,7 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -223,7 +223,7 @@ def adamw(side: Side) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in side.model.parameters() if p.requires_grad], LR, foreach=False)
 
 
-def train(plain: Side, ours: Side, keys: range, optimizers: list[torch.optim.Optimizer] | None = None) -> None:
+def train(plain: Side, ours: Side, keys: range, optimizers: Sequence[torch.optim.Optimizer] | None = None) -> None:
     """Steps of both, compared."""
     optimizers = optimizers or [adamw(plain), adamw(ours)]
     for key in keys:
@@ -264,7 +264,7 @@ def scaling(make: Make) -> None:
     optimizers, scalers = [adamw(plain), adamw(ours)], [torch.amp.GradScaler("cpu", growth_interval=1) for _ in range(2)]
     for side, scaler in zip((plain, ours), scalers, strict=True):
         scaler.scale(torch.zeros(()))
-        side.scale = scaler.scale  # type: ignore[assignment]
+        side.scale = scaler.scale
     for key in range(4):
         for side, optimizer, scaler in zip((plain, ours), optimizers, scalers, strict=True):
             side.backward(key)
@@ -290,7 +290,7 @@ def accumulation(make: Make) -> None:
 def recomputation(make: Make) -> None:
     def wrap(model: nn.Module) -> None:
         for block in model.get_submodule("blocks").children():
-            block.forward = functools.partial(recomputed, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+            block.forward = functools.partial(recomputed, block.forward, use_reentrant=False)
 
     train(*make(wrap), range(2))
 

@@ -33,6 +33,13 @@ def check_no_parameters(func: Any, tensors: Iterable[torch.Tensor]) -> None:
         group = group_of(tensor)
         if group is not None:
             name = getattr(tensor, "full_name", None) or "unnamed"
+            if func is torch.ops.aten.set_.source_Tensor:
+                raise NotImplementedError(
+                    f"{func} on parameter '{name}' of the sharded module '{group.name}' (rank {group.mesh.rank}): torch's "
+                    "parametrizations, which PEFT's target_parameters enter in each forward, replace what it is; let "
+                    "fully_shard take the module around it, such as PEFT's wrapper, so that it is gathered by then; under "
+                    "ExpertParallel, adapt other layers (target_modules)"
+                )
             averaged = ", ".join(['Partial("avg")'] * (tensor.spec.mesh.ndim if isinstance(tensor, DTensor) else 1))
             raise NotImplementedError(
                 f"{func} on parameter '{name}' of the sharded module '{group.name}' (rank {group.mesh.rank}), outside of the "

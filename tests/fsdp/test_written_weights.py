@@ -309,6 +309,8 @@ def test_storages_cannot_be_exchanged(world: World) -> None:
             torch.utils.swap_tensors(model.weight, nn.Parameter(model.weight.detach().clone()))
         with pytest.raises(NotImplementedError, match=r"set_.*parameter 'weight'"), torch.no_grad():
             model.weight.set_(torch.ones(4, 4))
+        with pytest.raises(NotImplementedError, match=r"torch's parametrizations, .* take the module around it"):
+            nn.utils.parametrize.register_parametrization(model, "weight", nn.Tanh())
 
 
 @pytest.mark.parametrize("after", [True, None, False])
