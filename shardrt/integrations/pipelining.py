@@ -85,6 +85,7 @@ class PipelineStage(pipelining.PipelineStage):
             super().scale_grads(grad_scale_factor)
             for grad, unused in before:
                 grad.add_(unused)
+            self._unused.clear()
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
