@@ -10,6 +10,7 @@ import ctypes
 import functools
 import math
 import re
+from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import zip_longest
 from typing import Any, NoReturn
@@ -21,9 +22,10 @@ from ..comm import world
 from ..comm.fingerprint import fingerprint_of
 from ..tensor.dtensor import DTensor
 from ..tensor.placement import Shard
-from ..torch_internals import current_backward, queue_backward_callback, tree_leaves
+from ..torch_internals import Node, current_backward, queue_backward_callback, tree_leaves
 from .axis import Axis, parts
 
+_OUTPUT = "the output of"
 _HEADS = ("head", "heads", "n_head", "n_heads", "num_heads", "num_attention_heads", "nhead")
 _KEY_HEADS = ("n_kv_head", "n_kv_heads", "num_key_value_heads", "num_kv_heads", "kv_heads")
 _PROJECTION = re.compile(r"(^|_)w?(q|k|v|query|key|value)(_|$)")
@@ -103,6 +105,15 @@ class FirstGradients:
             if name not in self._handles:
                 self._handles[name] = leaf.register_hook(functools.partial(self._see, name))
 
+    def watch_outputs(self, nodes: dict[Node, str]) -> None:
+        """Compare the gradients that arrive at the first outputs of nodes, by what these are of, while their graph lives."""
+        for node, subject in nodes.items() if world().settings.check_batches else ():
+            node.register_prehook(functools.partial(self._see_output, f"{_OUTPUT} {subject or 'a boundary'}"))
+
+    def _see_output(self, name: str, grads: Sequence[torch.Tensor | None]) -> None:
+        if grads[0] is not None:
+            self._see(name, grads[0])
+
     def forget(self, name: str) -> None:
         """Compare no gradient of this leaf."""
         if (handle := self._handles.get(name)) is not None:
@@ -133,6 +144,14 @@ class FirstGradients:
                 self.forget(name)
             if difference > eps**0.5 * size and difference > eps * scale:
                 differing.append(name)
+        if outputs := [name for name in differing if name.startswith(_OUTPUT)]:
+            raise ValueError(
+                f"the gradients of {', '.join(outputs)} differ between the ranks of {self._axis.mesh} (here rank "
+                f"{self._axis.rank}): expected the same on each, since it is replicated. A rank has a term of the gradient "
+                "where what is computed from replicated activations meets split ones, such as keys that no style splits the "
+                "queries of the rank's own heads: split both, over as many ranks as there are heads of keys, or none "
+                "(SHARDRT_CHECK_BATCHES=0 turns this check off)"
+            )
         if differing:
             owner, _, name = differing[0].rpartition(".")
             raise ValueError(

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from ..comm.calls import now
 from ..tensor.placement import Shard
 from .axis import Axis, owned
 from .chunks import gather_matmul, matmul_scatter
@@ -145,7 +146,7 @@ class _Row(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, axis: Axis, dim: int | None, async_tp: bool
     ) -> torch.Tensor:
         needs_x, needs_weight, *_ = ctx.needs_input_grad
-        ctx.axis, ctx.dim, ctx.passes = axis, dim, TERMS
+        ctx.axis, ctx.dim, ctx.passes, ctx.whole = axis, dim, TERMS, now.subject if dim is None else None
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
         if dim is None:
             out = axis.all_reduce_(F.linear(x, weight))

@@ -34,6 +34,7 @@ from typing import Any
 import torch
 
 from ..comm import Communicator, ReduceOp, current_stream
+from ..comm.calls import now
 from ..tensor.dtensor import DTensor, dtensor_of
 from ..tensor.placement import Partial, Placement, Replicate, Shard, Spec
 from ..tensor.redistribute import change_axis
@@ -44,7 +45,8 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 REPLICATE, PARTIAL = Replicate(), Partial()
 
 # What the backward of a node passes on, its attribute `passes`: bits, so that both may arrive. 0: as what arrives, from a node
-# that does not communicate over the axis.
+# that does not communicate over the axis. Where its first output is replicated, so that whole gradients are to arrive there,
+# its attribute `whole` says what that is the output of.
 TERMS, WHOLE, AS_ARRIVES = 1, 2, 0
 
 
@@ -60,7 +62,8 @@ def relayout(axis: Axis, local: torch.Tensor, source: Placement, target: Placeme
     row = _ROWS.get((type(source), type(target)))
     if row is None:
         raise NotImplementedError(f"a tensor parallel boundary from {source} to {target} on {axis.mesh}: expected {_KNOWN}")
-    return _Relayout.apply(local, *row(axis, local, source, target, total), WHOLE if source == REPLICATE else TERMS)
+    passes, whole = WHOLE if source == REPLICATE else TERMS, now.subject if target == REPLICATE else None
+    return _Relayout.apply(local, *row(axis, local, source, target, total), passes, whole)
 
 
 def shared_gather(axis: Axis, local: torch.Tensor, dim: int, total: int | None = None) -> torch.Tensor:
@@ -198,15 +201,17 @@ class Terms:
 
 class _Relayout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, there: Change, back: Change, passes: int) -> torch.Tensor:
-        ctx.there, ctx.back, ctx.passes = there, back, passes
+    def forward(
+        ctx: Any, local: torch.Tensor, there: Change, back: Change, passes: int, whole: str | None = None
+    ) -> torch.Tensor:
+        ctx.there, ctx.back, ctx.passes, ctx.whole = there, back, passes, whole
         return owned(there(local))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         if torch.is_grad_enabled():
-            return _Relayout.apply(grad, ctx.back, ctx.there, WHOLE), None, None, None
-        return ctx.back(grad), None, None, None
+            return _Relayout.apply(grad, ctx.back, ctx.there, WHOLE), None, None, None, None
+        return ctx.back(grad), None, None, None, None
 
 
 class _Share(torch.autograd.Function):
@@ -226,7 +231,7 @@ class _SharedGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, terms: Terms, total: int) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.terms, ctx.dtype, ctx.passes = terms, local.dtype, TERMS
+        ctx.terms, ctx.dtype, ctx.passes, ctx.whole = terms, local.dtype, TERMS, now.subject
         full = owned(terms.axis.gather(local, terms.dim, total))  # type: ignore[arg-type]
         return full, full.detach()
 

@@ -17,7 +17,8 @@ from ranks import on_ranks, settings_of
 from shardrt import Replicate
 from shardrt.comm import DeviceMesh, World
 from shardrt.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SummedGradients, parallelize_module
-from toys_tp import compare, counted
+from toys_tp import Transformer, compare, counted, sequence_plan, tokens_of
+from toys_tp import loss_of as loss_of_tokens
 
 WIDTH, HEADS, SIZE, VOCAB = 16, 4, 4, 11
 
@@ -231,6 +232,18 @@ def test_copies(world: World) -> None:
         compare(later[0], m)
 
 
+@on_ranks(2, 3)
+def test_norms_that_a_sequence_parallel_plan_leaves_out(world: World) -> None:
+    torch.manual_seed(0)
+    whole = Transformer(tied=False).double()
+    styles = {key: style for key, style in sequence_plan().items() if "norm" not in key}
+    model = parallelize_module(copy.deepcopy(whole), world.mesh, styles)
+    for step in range(3):
+        for m in (whole, model):
+            loss_of_tokens(m, tokens_of(step)).backward()
+    compare(whole, model)
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 @on_ranks(2)
 def test_parameters_with_both_uses(world: World, sharded: bool) -> None:
@@ -274,6 +287,20 @@ def test_without_the_check(world: World) -> None:
     whole.layers[0].gain = whole.layers[0].attention.temperature
     with settings_of(world, check_batches=False):
         loss_of(cut(whole, mesh, False), batch(0)).backward()
+
+
+@pytest.mark.parametrize("style", [None, "gathered"])
+@pytest.mark.parametrize("sharded", [False, True])
+@on_ranks(2)
+def test_keys_that_are_not_split(world: World, sharded: bool, style: str | None) -> None:
+    """One head of keys for all ranks: the gradient of what it is computed from is a term, which no parameter's sum mends."""
+    styles: dict[str, ParallelStyle] = {key.replace("[qkv]", "q"): value for key, value in plan().items()}
+    if style is not None:
+        styles["layers.*.attention.[kv]"] = ColwiseParallel(output_layouts=Replicate())
+    model = cut(made(1), grid(world, 2), sharded, styles)
+    what = r"'layers\.0\.down' \(style \d+\)" if style is None else r"'layers\.1\.attention\.k' \(style \d+\)"
+    with pytest.raises(ValueError, match=f"the gradients of .*the output of {what}.* differ between the ranks"):
+        loss_of(model, batch(0)).backward()
 
 
 @pytest.mark.parametrize("sharded", [False, True])
