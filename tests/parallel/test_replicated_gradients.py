@@ -245,7 +245,7 @@ def test_norms_that_a_sequence_parallel_plan_leaves_out(world: World) -> None:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-@on_ranks(2)
+@on_ranks(2, 4)
 def test_parameters_with_both_uses(world: World, sharded: bool) -> None:
     """Where a gradient is whole in part, nothing is summed, and all ranks hear of it."""
     mesh, whole = grid(world, 2), made()
@@ -254,7 +254,7 @@ def test_parameters_with_both_uses(world: World, sharded: bool) -> None:
     model = cut(whole, mesh, sharded)
     match = r"'layers\.0\.gain'.* differ between the ranks .*\('layers\.0\.attention': SummedGradients\('temperature'\)\)"
     with pytest.raises(ValueError, match=match) as found:
-        loss_of(model, batch(0)).backward()
+        loss_of(model, rows(batch(0), mesh, sharded)).backward()
     assert "norm" not in str(found.value)
 
 
