@@ -120,6 +120,7 @@ ROWS = [
     Row("C4", "PrepareModuleInput, PrepareModuleOutput, both", "yes", "yes", "parallel_styles::preparations"),
     Row("C4", "one collective for all modules that read one tensor", "yes", "yes", "parallel_styles::modules_that_read_one_tensor_share_one_reduction"),
     Row("C4", "parameters outside of the plan", "foreach optimizers fail", "yes", "parallel_styles::optimizers_over_parameters_that_no_style_names"),
+    Row("C4", "the same, used on split activations: norms of queries and keys, scales", "a wrong gradient in silence", "yes", "replicated_gradients::a_model_trains_as_on_one_process"),
     Row("C4", "activations are local tensors; DTensors on request", "DTensors inside", "yes", "parallel_styles::activations_as_dtensors"),
     Row("C4", "embedding and cross-entropy on parts of the vocabulary", "yes", "2 collectives", "vocabulary::two_collectives_forward_and_none_backward"),
     Row("C4", "loss_parallel", "backward inside", "backward anywhere", "vocabulary::the_context_of_loss_parallel"),

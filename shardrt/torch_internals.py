@@ -62,7 +62,7 @@ from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.autograd import forward_ad, profiler
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node as Node
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -96,6 +96,16 @@ requires_grad: Callable[[torch.Tensor], bool] = torch.Tensor.requires_grad.__get
 def in_backward() -> bool:
     """True if a backward runs in this thread."""
     return current_backward() != -1
+
+
+def is_torch_node(node: Node) -> bool:
+    """Whether a node of a graph is of one of torch's operations, or of compiled ones; not of a function written in Python."""
+    return not hasattr(node, "_forward_cls") or type(node).__name__ == "CompiledFunctionBackward"
+
+
+def leaf_of(node: Node | None) -> torch.Tensor | None:
+    """The leaf whose gradient a node of a graph accumulates; None for another node."""
+    return node.variable if type(node) is torch._C._functions.AccumulateGrad else None
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:

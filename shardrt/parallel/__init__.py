@@ -16,6 +16,7 @@ from .styles import (
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
+    SummedGradients,
 )
 from .vocabulary import cross_entropy
 
@@ -28,6 +29,7 @@ __all__ = [
     "PrepareModuleOutput",
     "RowwiseParallel",
     "SequenceParallel",
+    "SummedGradients",
     "context_parallel",
     "context_parallel_shard",
     "context_parallel_unshard",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 import warnings
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from typing import Any, NamedTuple
+from weakref import ref
 
 from torch import nn
 
@@ -17,13 +19,14 @@ from ..fsdp.gather.extension import has_methods
 from ..tensor.dtensor import DTensor
 from ..tensor.group_registry import group_of
 from ..tensor.inference_mode import outside_inference_mode
-from ..tensor.replicated import ParameterMark, mark_replicated, replicas_mesh
+from ..tensor.replicated import ParameterMark, renew_marks, replicas_mesh
 from ..torch_internals import hide_package_from_compiler
 from . import checks
 from .axis import axis_of
 from .modules import ParallelizedModule, give_class
 from .parameters import Split, check_shared, check_sharers, keep_ties, make_equal
-from .state import state_of
+from .replicated import compare_outside
+from .state import ParallelState, Slot, state_of
 from .styles import ColwiseParallel, ParallelStyle
 
 Plan = Mapping[str, Any]  # a style, or a plan for what lies inside
@@ -75,12 +78,13 @@ def parallelize_module(
     make_equal([param for param in made.parameters() if not isinstance(param, DTensor)], device_mesh, src_data_rank)
     if not all(entry.style.one_batch for entry in entries):
         return made
-    _mark_others(made, device_mesh)
     axis.regions.watch(made)
     axis.first = True
     give_class(made, ParallelizedModule)
     state = state_of(made)
     state.axis, state.first = axis, True
+    _mark_others(made, state, device_mesh)
+    axis.on_outside.append(functools.partial(compare_outside, ref(made)))
     return made
 
 
@@ -99,13 +103,14 @@ def _apply(module: nn.Module, mesh: DeviceMesh, entries: list[_Entry], src_data_
     return root
 
 
-def _mark_others(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Note that plain parameters stay equal on all ranks of the mesh, which work on one batch."""
+def _mark_others(module: nn.Module, state: ParallelState, mesh: DeviceMesh) -> None:
+    """Note that plain parameters stay equal on all ranks of the mesh, which work on one batch. state: of `module`."""
     for owner in module.modules():
         for name, other in owner._parameters.items():
             if other is not None and not isinstance(other, DTensor):
-                mark_replicated(other, mesh)
-                state_of(owner).marks[name] = ParameterMark(mesh)
+                mark = state_of(owner).marks.setdefault(name, ParameterMark(mesh))
+                (state.undecided if mark.grad_placements is None else state.terms).append(Slot(owner, name))
+        renew_marks(owner)
 
 
 # ---------------------------------------------------------------------- the plan

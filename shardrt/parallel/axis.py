@@ -9,6 +9,7 @@ A dim that is split has parts by the rule of `Shard`: ceil(total / N) rows on ea
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +67,7 @@ class Axis:
         self.depth, self.first = 0, True
         self.styles = 0  # how many were applied; written by AppliedStyle
         self._outside: set[object] = set()  # what has run outside, while `first`
+        self.on_outside: list[Callable[[], None]] = []  # called once, when something runs outside and makes a graph
         self._totals: dict[int, int] = {}  # the newest total of which this rank's part has this size
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
@@ -84,6 +86,8 @@ class Axis:
         Cost: a look at the probabilities in all parallelized models.
         """
         self.regions.outside(training=training)
+        while self.on_outside and torch.is_grad_enabled():
+            self.on_outside.pop()()
         if self.first and boundary in self._outside:
             self.first = False
             self._outside.clear()

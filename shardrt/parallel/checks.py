@@ -7,7 +7,10 @@ SHARDRT_CHECK_BATCHES=0 turns this off.
 from __future__ import annotations
 
 import ctypes
+import functools
+import math
 import re
+from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import zip_longest
 from typing import Any, NoReturn
@@ -19,9 +22,10 @@ from ..comm import world
 from ..comm.fingerprint import fingerprint_of
 from ..tensor.dtensor import DTensor
 from ..tensor.placement import Shard
-from ..torch_internals import tree_leaves
+from ..torch_internals import Node, current_backward, queue_backward_callback, tree_leaves
 from .axis import Axis, parts
 
+_OUTPUT = "the output of"
 _HEADS = ("head", "heads", "n_head", "n_heads", "num_heads", "num_attention_heads", "nhead")
 _KEY_HEADS = ("n_kv_head", "n_kv_heads", "num_key_value_heads", "num_kv_heads", "kv_heads")
 _PROJECTION = re.compile(r"(^|_)w?(q|k|v|query|key|value)(_|$)")
@@ -78,6 +82,94 @@ def same_tokens(axis: Axis, module: nn.Module, args: tuple[Any, ...], kwargs: di
         name = next(tensor[0] for tensor in differing if tensor is not None)
         texts = ["no tensor" if tensor is None or tensor[0] != name else tensor[1] for tensor in differing]
         _raise(axis, f"argument {name} of the parallelized {type(module).__name__}", texts)
+
+
+class FirstGradients:
+    """The first gradients of parameters that are replicated, which must be the same on all ranks; compared once.
+
+    Cost: for each a product with a vector, which the ranks exchange when the backward ends.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+        self._handles: dict[str, Any] = {}  # by name; None once a gradient was compared
+        # Of each backward that runs, which may be inside of another one: projections of gradients, and their eps.
+        self._seen: dict[int, dict[str, tuple[torch.Tensor, float]]] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FirstGradients:
+        return FirstGradients(self._axis)
+
+    def watch(self, leaves: dict[str, torch.Tensor]) -> None:
+        """Compare the first gradients of these leaves, by name, in backwards that are to come. Alike on all ranks."""
+        for name, leaf in leaves.items() if world().settings.check_batches else ():
+            if name not in self._handles:
+                self._handles[name] = leaf.register_hook(functools.partial(self._see, name))
+
+    def watch_outputs(self, nodes: dict[Node, str]) -> None:
+        """Compare the gradients that arrive at the first outputs of nodes, by what these are of, while their graph lives."""
+        for node, subject in nodes.items() if world().settings.check_batches else ():
+            node.register_prehook(functools.partial(self._see_output, f"{_OUTPUT} {subject or 'a boundary'}"))
+
+    def _see_output(self, name: str, grads: Sequence[torch.Tensor | None]) -> None:
+        if grads[0] is not None:
+            self._see(name, grads[0])
+
+    def forget(self, name: str) -> None:
+        """Compare no gradient of this leaf."""
+        if (handle := self._handles.get(name)) is not None:
+            handle.remove()
+        self._handles[name] = None
+
+    def _see(self, name: str, grad: torch.Tensor) -> None:
+        if grad.layout is not torch.strided or isinstance(grad, DTensor):
+            return
+        running = current_backward()
+        if running not in self._seen:
+            self._seen[running] = {}
+            queue_backward_callback(functools.partial(self._compare, running))
+        with torch.no_grad():
+            self._seen[running][name] = _projection(grad.detach()), torch.finfo(grad.dtype).eps
+
+    @torch.no_grad()
+    def _compare(self, running: int) -> None:
+        seen = dict(sorted(self._seen.pop(running).items()))
+        own = torch.cat([vector for vector, _ in seen.values()])
+        all_ranks = self._axis.gather(own[None], 0, self._axis.size).split([vector.numel() for vector, _ in seen.values()], 1)
+        sizes = torch.stack([part.norm(dim=1).max() for part in all_ranks])
+        differences = torch.stack([(part - part[0]).norm(dim=1).max() for part in all_ranks])
+        differing = []
+        scale = float(sizes.max())
+        for (name, (_, eps)), size, difference in zip(seen.items(), sizes.tolist(), differences.tolist(), strict=True):
+            if math.isfinite(size):  # else a later one is compared: mixed precision skips this step
+                self.forget(name)
+            if difference > eps**0.5 * size and difference > eps * scale:
+                differing.append(name)
+        if outputs := [name for name in differing if name.startswith(_OUTPUT)]:
+            raise ValueError(
+                f"the gradients of {', '.join(outputs)} differ between the ranks of {self._axis.mesh} (here rank "
+                f"{self._axis.rank}): expected the same on each, since it is replicated. A rank has a term of the gradient "
+                "where what is computed from replicated activations meets split ones, such as keys that no style splits the "
+                "queries of the rank's own heads: split both, over as many ranks as there are heads of keys, or none "
+                "(SHARDRT_CHECK_BATCHES=0 turns this check off)"
+            )
+        if differing:
+            owner, _, name = differing[0].rpartition(".")
+            raise ValueError(
+                f"the gradients of {', '.join(map(repr, differing))} differ between the ranks of {self._axis.mesh} (here rank "
+                f"{self._axis.rank}): expected the same on each, since no style names them. A rank has a term of the gradient "
+                "where a parameter is used on activations that are split, such as on the rank's own heads. If all its uses are "
+                f"so, name it in the plan ('{owner}': SummedGradients('{name}')); if some are not, use another parameter for "
+                "those. Call the module that parallelize_module was given, not a part of it by itself "
+                "(SHARDRT_CHECK_BATCHES=0 turns this check off)"
+            )
+
+
+def _projection(grad: torch.Tensor) -> torch.Tensor:
+    """A vector (last dim,) in float64 that tells gradients apart: the rows, by weights that no structure of a model has."""
+    grad = torch.view_as_real(grad) if grad.is_complex() else grad
+    rows = grad.reshape(-1, grad.shape[-1]) if grad.dim() > 1 else grad.reshape(1, -1)
+    weights = torch.arange(1, rows.shape[0] + 1, dtype=torch.float32, device=rows.device).cos_().to(rows.dtype)
+    return (weights @ rows).double()
 
 
 def _described(value: torch.Tensor, values: bool) -> tuple[str, int]:

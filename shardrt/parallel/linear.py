@@ -24,10 +24,11 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from ..comm.calls import now
 from ..tensor.placement import Shard
 from .axis import Axis, owned
 from .chunks import gather_matmul, matmul_scatter
-from .relayout import PARTIAL, Terms, Twin, gathered_with_summed_gradient, relayout, with_summed_gradient
+from .relayout import PARTIAL, TERMS, Terms, Twin, gathered_with_summed_gradient, relayout, with_summed_gradient
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -75,7 +76,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 class _Column(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, terms: Terms) -> torch.Tensor:
-        ctx.terms = terms
+        ctx.terms, ctx.passes = terms, TERMS
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return owned(F.linear(x, weight, bias))
 
@@ -104,7 +105,7 @@ class _GatheredColumn(torch.autograd.Function):
         total: int,
         async_tp: bool,
     ) -> torch.Tensor:
-        ctx.axis, ctx.dim, ctx.total = axis, dim, total
+        ctx.axis, ctx.dim, ctx.total, ctx.passes = axis, dim, total, TERMS
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         if async_tp:
             return owned(gather_matmul(axis, x, weight, bias, dim, total))
@@ -145,7 +146,7 @@ class _Row(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, axis: Axis, dim: int | None, async_tp: bool
     ) -> torch.Tensor:
         needs_x, needs_weight, *_ = ctx.needs_input_grad
-        ctx.axis, ctx.dim = axis, dim
+        ctx.axis, ctx.dim, ctx.passes, ctx.whole = axis, dim, TERMS, now.subject if dim is None else None
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
         if dim is None:
             out = axis.all_reduce_(F.linear(x, weight))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -20,7 +21,7 @@ from ..comm.calls import about
 from ..tensor.dtensor import DTensor
 from ..tensor.placement import Shard
 from ..torch_internals import in_backward
-from . import checks
+from . import checks, replicated
 from .axis import parts
 from .linear import column, gathered_column, row
 from .parameters import check_ties
@@ -271,11 +272,16 @@ class ParallelizedModule:
                 checks.same_tokens(axis, self, args, kwargs)  # type: ignore[arg-type]
         if state.outermost:
             known = axis.regions.begin(training=self.training, first=first, known=state.known)  # type: ignore[attr-defined]
+        makes_graph = torch.is_grad_enabled() and axis.size > 1
+        look = replicated.Look.begin(state, (args, kwargs)) if makes_graph and state.undecided else None
         axis.depth = 1
         try:
-            out = super().__call__(*args, **kwargs)  # type: ignore[misc]
+            with replicated.summed_uses(axis, state.terms) if makes_graph and state.terms else nullcontext():
+                out = super().__call__(*args, **kwargs)  # type: ignore[misc]
         finally:
             axis.depth = 0
+        if look is not None:
+            look.end(self, out)  # type: ignore[arg-type]
         if first:
             state.first = axis.first = False
         if state.outermost:

@@ -14,7 +14,7 @@ from ..tensor.dtensor import DTensor
 from ..tensor.group_registry import group_of
 from ..tensor.placement import Partial, Placement, Spec
 from ..tensor.replaced import note_replaced, replacement
-from ..tensor.replicated import ParameterMark, marks_of
+from ..tensor.replicated import ParameterMark, marks_of, renew_marks
 from .axis import axis_of
 from .state import state_of
 
@@ -54,6 +54,7 @@ def split_parameter(split: Split, mesh: DeviceMesh, src_data_rank: int | None) -
     module._parameters[name] = made  # type: ignore[assignment]
     state = state_of(module)
     state.unstyled.pop(name, None)
+    state.marks.pop(name, None)
     if not state.split:
         module.register_load_state_dict_pre_hook(_refuse_whole)
     state.split.add(name)
@@ -84,6 +85,12 @@ def _made(split: Split) -> DTensor | None:
     if isinstance(param, DTensor) and split.name in marks_of(split.module).unstyled:
         return param
     return _parallel(param)
+
+
+def mark_terms(owner: nn.Module, name: str, mesh: DeviceMesh) -> None:
+    """Note that of the gradient of a parameter that is replicated over `mesh` each rank has a term."""
+    state_of(owner).marks[name] = ParameterMark(mesh, PARTIAL_GRADIENT)
+    renew_marks(owner)
 
 
 def keep_ties(module: nn.Module) -> None:

@@ -10,7 +10,7 @@ Cost: a hook in Python for each parameter and backward. Autograd through the DTe
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, ClassVar, overload
 from weakref import ref
@@ -163,8 +163,13 @@ def _reduce(gradients: dict[Leaf, torch.Tensor]) -> None:
         assert leaf.axis is not None
         together.setdefault((leaf.axis, gradients[leaf].dtype), []).append(gradients[leaf])
     for (axis, _), grads in together.items():
-        flat = torch.cat([grad.reshape(-1) for grad in grads])
-        stream = current_stream(flat.device)
-        axis.partial.all_reduce(flat, flat, ReduceOp.SUM, stream=stream).wait(stream)
-        for grad, summed in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-            grad.copy_(summed.view_as(grad))
+        for grad, each in zip(grads, summed(axis, grads), strict=True):
+            grad.copy_(each)
+
+
+def summed(axis: Axis, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The sums over the axis of tensors of one dtype, by one all-reduce: views of one new tensor."""
+    flat = torch.cat([term.reshape(-1) for term in terms])
+    stream = current_stream(flat.device)
+    axis.partial.all_reduce(flat, flat, ReduceOp.SUM, stream=stream).wait(stream)
+    return [part.view(term.shape) for part, term in zip(flat.split([term.numel() for term in terms]), terms, strict=True)]

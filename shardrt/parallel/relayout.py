@@ -34,6 +34,7 @@ from typing import Any
 import torch
 
 from ..comm import Communicator, ReduceOp, current_stream
+from ..comm.calls import now
 from ..tensor.dtensor import DTensor, dtensor_of
 from ..tensor.placement import Partial, Placement, Replicate, Shard, Spec
 from ..tensor.redistribute import change_axis
@@ -42,6 +43,11 @@ from .axis import Axis, Pending, owned
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 REPLICATE, PARTIAL = Replicate(), Partial()
+
+# What the backward of a node passes on, its attribute `passes`: bits, so that both may arrive. 0: as what arrives, from a node
+# that does not communicate over the axis. Where its first output is replicated, so that whole gradients are to arrive there,
+# its attribute `whole` says what that is the output of.
+TERMS, WHOLE, AS_ARRIVES = 1, 2, 0
 
 
 def relayout(axis: Axis, local: torch.Tensor, source: Placement, target: Placement, total: int | None = None) -> torch.Tensor:
@@ -56,7 +62,8 @@ def relayout(axis: Axis, local: torch.Tensor, source: Placement, target: Placeme
     row = _ROWS.get((type(source), type(target)))
     if row is None:
         raise NotImplementedError(f"a tensor parallel boundary from {source} to {target} on {axis.mesh}: expected {_KNOWN}")
-    return _Relayout.apply(local, *row(axis, local, source, target, total))
+    passes, whole = WHOLE if source == REPLICATE else TERMS, now.subject if target == REPLICATE else None
+    return _Relayout.apply(local, *row(axis, local, source, target, total), passes, whole)
 
 
 def shared_gather(axis: Axis, local: torch.Tensor, dim: int, total: int | None = None) -> torch.Tensor:
@@ -94,24 +101,25 @@ def twin_of(axis: Axis, tensor: torch.Tensor) -> Twin | None:
 
 def with_summed_gradient(axis: Axis, local: torch.Tensor) -> torch.Tensor:
     """A replicated tensor whose gradient on each rank is a term of a sum."""
-    return local if axis.size == 1 else _Relayout.apply(local, _as_is, axis.all_reduce)
+    return local if axis.size == 1 else _Relayout.apply(local, _as_is, axis.all_reduce, WHOLE)
 
 
 def gathered_with_summed_gradient(axis: Axis, local: torch.Tensor, dim: int, total: int) -> torch.Tensor:
     """All parts of `dim`, `total` long: a replicated tensor whose gradient on each rank is a term of a sum."""
     if axis.size == 1:
         return local
-    return _Relayout.apply(local, lambda part: axis.gather(part, dim, total), lambda terms: axis.reduce_scatter(terms, dim))
+    there, back = (lambda part: axis.gather(part, dim, total)), (lambda terms: axis.reduce_scatter(terms, dim))
+    return _Relayout.apply(local, there, back, TERMS)
 
 
 def summed_with_summed_gradient(axis: Axis, terms: torch.Tensor) -> torch.Tensor:
     """The sum over the ranks: a replicated tensor whose gradient on each rank is a term of a sum."""
-    return terms if axis.size == 1 else _Relayout.apply(terms, axis.all_reduce, axis.all_reduce)
+    return terms if axis.size == 1 else _Relayout.apply(terms, axis.all_reduce, axis.all_reduce, TERMS)
 
 
 def all_reduced(comm: Communicator, terms: torch.Tensor) -> torch.Tensor:
     """The sum over the ranks of a communicator, of which each has a term: partial to replicated."""
-    return terms if comm.size == 1 else _Relayout.apply(terms, functools.partial(_summed, comm), _as_is)
+    return terms if comm.size == 1 else _Relayout.apply(terms, functools.partial(_summed, comm), _as_is, WHOLE)
 
 
 class Twin:
@@ -193,22 +201,24 @@ class Terms:
 
 class _Relayout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, there: Change, back: Change) -> torch.Tensor:
-        ctx.there, ctx.back = there, back
+    def forward(
+        ctx: Any, local: torch.Tensor, there: Change, back: Change, passes: int, whole: str | None = None
+    ) -> torch.Tensor:
+        ctx.there, ctx.back, ctx.passes, ctx.whole = there, back, passes, whole
         return owned(there(local))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         if torch.is_grad_enabled():
-            return _Relayout.apply(grad, ctx.back, ctx.there), None, None
-        return ctx.back(grad), None, None
+            return _Relayout.apply(grad, ctx.back, ctx.there, WHOLE), None, None, None, None
+        return ctx.back(grad), None, None, None, None
 
 
 class _Share(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, terms: Terms) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.terms, ctx.dtype = terms, tensor.dtype
+        ctx.terms, ctx.dtype, ctx.passes = terms, tensor.dtype, WHOLE
         return tensor.detach()  # not a view: writes to the tensor stay possible, and are noticed where it was saved
 
     @staticmethod
@@ -221,7 +231,7 @@ class _SharedGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, terms: Terms, total: int) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.terms, ctx.dtype = terms, local.dtype
+        ctx.terms, ctx.dtype, ctx.passes, ctx.whole = terms, local.dtype, TERMS, now.subject
         full = owned(terms.axis.gather(local, terms.dim, total))  # type: ignore[arg-type]
         return full, full.detach()
 

@@ -6,7 +6,7 @@ Deep copies of a module have an object of their own; styles and layouts, which n
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -119,12 +119,29 @@ class Preparation:
         return as_dtensor(axis, made, target, total)
 
 
+class Slot(NamedTuple):
+    """Where a parameter is registered."""
+
+    owner: nn.Module
+    name: str
+
+    @property
+    def registry(self) -> dict[str, nn.Parameter | None]:
+        return self.owner._parameters
+
+    @property
+    def param(self) -> nn.Parameter | None:
+        return self.owner._parameters.get(self.name)
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class ParallelState(ModuleMarks):
     """What tensor parallelism keeps with a module.
 
     style: that has changed its parameters; unset without one.   axis: of the module that `parallelize_module` was given.
     first: until that module has run once as the outermost one.   known: whether it draws random numbers is known.
+    undecided: plain parameters of whose gradients it is not known whether each rank has all or a term, see `replicated.py`.
+    terms: those of whose gradients each rank has a term.   looks: forwards that were looked at.
     experts: of a module whose experts are divided.   load: its rows for each expert, (E,), since they were asked for.
     """
 
@@ -135,6 +152,10 @@ class ParallelState(ModuleMarks):
     outermost: bool = False
     first: bool = False
     known: bool = False
+    undecided: list[Slot] = field(default_factory=list)
+    terms: list[Slot] = field(default_factory=list)
+    looks: int = 0
+    first_gradients: checks.FirstGradients | None = None
     experts: ExpertExchange | None = None
     load: torch.Tensor | None = None
 

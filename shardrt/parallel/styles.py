@@ -28,7 +28,7 @@ from .modules import (
     calls_super,
     give_class,
 )
-from .parameters import PARTIAL_GRADIENT, Split, split_parameter
+from .parameters import PARTIAL_GRADIENT, Split, mark_terms, split_parameter
 from .relayout import REPLICATE
 from .state import AppliedStyle, Preparation, state_of
 
@@ -202,6 +202,36 @@ class SequenceParallel(ParallelStyle):
         layout = Shard(self.sequence_dim)
         state_of(module).style = AppliedStyle(axis_of(device_mesh), self.name, layout, layout, self.use_local_output)
         give_class(module, SequenceParallelModule)
+        return module
+
+
+class SummedGradients(ParallelStyle):
+    """Sum the gradients of a module's own parameters over the ranks: each uses them on its part of the activations alone.
+
+    names: of the parameters; none: all that the module itself has.
+    The parameters are whole on every rank, and stay plain. For those of which `parallelize_module` does not find out by itself
+    how they are used, since an `autograd.Function` of another package may communicate.
+    Cost: an all-reduce in the backward for all such parameters together; under `fully_shard`, for each group.
+    Raises ValueError for a name that the module lacks, and for a module without parameters of its own.
+    """
+
+    changes_parameters = True
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def check(self, module: nn.Module) -> None:
+        found = [name for name, param in module._parameters.items() if param is not None]
+        if not found or not set(self.names) <= set(found):
+            raise ValueError(
+                f"{self!r} of '{self.name}', a {type(module).__name__}: expected names of its own parameters, of which it has "
+                f"{found or 'none'}; name the modules inside that have them"
+            )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name in self.names or [*module._parameters]:
+            if not isinstance(module._parameters[name], DTensor):
+                mark_terms(module, name, device_mesh)
         return module
 
 

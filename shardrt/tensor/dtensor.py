@@ -461,6 +461,19 @@ class _Redistribute(torch.autograd.Function):
         return moved.to(ctx.dtype), None, None, None
 
 
+def gradient_spec_of(node: Any) -> Spec | None:
+    """The spec of the gradient that a node of `from_local`, `to_local` or `redistribute` passes on; None for other nodes."""
+    kind = getattr(node, "_forward_cls", None)
+    found: Spec | None = None
+    if kind is _FromLocal:
+        found = node.grad_spec or node.spec
+    elif kind is _ToLocal:
+        found = node.grad_spec
+    elif kind is _Redistribute:
+        found = node.source
+    return found
+
+
 # ---------------------------------------------------------------------- methods that skip the dispatcher
 
 # Cost: torch's dispatch to Python takes 8 us per operation; a for-loop optimizer runs eight operations per parameter, whose

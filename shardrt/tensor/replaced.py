@@ -107,6 +107,11 @@ def note_gathered(unsharded: torch.Tensor, sharded: torch.Tensor) -> None:
     _gathered[unsharded] = TensorWeakRef(sharded)
 
 
+def sharded_of(unsharded: torch.Tensor) -> DTensor | None:
+    """The sharded parameter whose gathered form this is; None for another tensor."""
+    return _referent(_gathered, unsharded)
+
+
 def _share_attributes(param: torch.Tensor, made: torch.Tensor) -> None:
     for name, value in vars(param).items():
         if not hasattr(DTensor, name) and name != "_is_param":  # what is ours, such as `full_name`, and torch's own mark

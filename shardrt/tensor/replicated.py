@@ -1,7 +1,7 @@
-"""Plain parameters that are replicated over a mesh: every rank of it holds the same values, and makes the same gradient.
+"""Plain parameters that are replicated over a mesh: every rank of it holds the same values.
 
 Tensor parallelism marks what it does not shard; `fully_shard` then knows over which ranks a parameter lies, and that its
-gradient is not to be averaged over them.
+gradient, which is the same on each, or a term on each, is not to be averaged over them.
 """
 
 from __future__ import annotations
@@ -17,25 +17,12 @@ from ..comm import DeviceMesh
 from .dtensor import DTensor
 from .placement import Placement
 
-_meshes: WeakIdKeyDictionary = WeakIdKeyDictionary()  # torch.Tensor -> DeviceMesh
-
-
-def mark_replicated(param: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Note that a plain parameter is the same on all ranks of `mesh`. The caller has made it so; no communication."""
-    _meshes[param] = mesh
-
-
-def replicas_mesh(param: torch.Tensor) -> DeviceMesh | None:
-    """The mesh over which a plain parameter was marked as replicated; None if it was not."""
-    found: DeviceMesh | None = _meshes.get(param)
-    return found
-
 
 @dataclass(frozen=True, slots=True)
 class ParameterMark:
     """What is known of a module's parameter, whichever tensor it is by now.
 
-    grad_placements: see `DTensor.grad_placements`; None: the parameter is plain, and replicated over `mesh`.
+    grad_placements: see `DTensor.grad_placements`; plain parameters, which are replicated over `mesh`, have them as well.
     """
 
     mesh: DeviceMesh
@@ -43,6 +30,29 @@ class ParameterMark:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterMark:
         return self
+
+
+_marks: WeakIdKeyDictionary = WeakIdKeyDictionary()  # torch.Tensor -> ParameterMark
+
+
+def mark_replicated(param: torch.Tensor, mesh: DeviceMesh, grad_placements: tuple[Placement, ...] | None = None) -> None:
+    """Note that a plain parameter is the same on all ranks of `mesh`. The caller has made it so; no communication.
+
+    grad_placements: see `DTensor.grad_placements`; None: its gradient is the same as well.
+    """
+    _marks[param] = ParameterMark(mesh, grad_placements)
+
+
+def replicas_mesh(param: torch.Tensor) -> DeviceMesh | None:
+    """The mesh over which a plain parameter was marked as replicated; None if it was not."""
+    found: ParameterMark | None = _marks.get(param)
+    return None if found is None else found.mesh
+
+
+def grad_placements_of(param: torch.Tensor) -> tuple[Placement, ...] | None:
+    """Those of a DTensor, or those that a plain parameter was marked with; None: those of the parameter."""
+    found: ParameterMark | DTensor | None = param if isinstance(param, DTensor) else _marks.get(param)
+    return None if found is None else found.grad_placements
 
 
 @dataclass(slots=True, eq=False)
@@ -71,5 +81,5 @@ def renew_marks(module: nn.Module) -> None:
         if isinstance(param, DTensor):
             if mark.grad_placements is not None and param.spec.mesh is mark.mesh:
                 param.grad_placements = mark.grad_placements
-        elif param is not None and mark.grad_placements is None:
-            mark_replicated(param, mark.mesh)
+        elif param is not None:
+            mark_replicated(param, mark.mesh, mark.grad_placements)

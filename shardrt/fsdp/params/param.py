@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Self, cast
 from weakref import ref
 
@@ -14,7 +15,7 @@ from torch.autograd.graph import increment_version
 from ...comm import DeviceMesh, malloc, world
 from ...kernels import round_trip
 from ...tensor.dtensor import DTensor
-from ...tensor.placement import FlatShard, RaggedShard, Replicate, ResolvedShard, Spec
+from ...tensor.placement import FlatShard, Partial, RaggedShard, Replicate, ResolvedShard, Spec
 from ...tensor.replaced import name_of_gathered, note_gathered, note_replaced
 from ...tensor.snapshots import wait_to_write
 from ...torch_internals import as_plain_tensors, in_backward, requires_grad, same_storage
@@ -164,6 +165,12 @@ class ShardedParam:
             owner.registry[owner.attribute] = self.sharded
         if trims:  # the original is free now, perhaps in the middle of the heap
             malloc.trim()
+
+    def sum_terms(self) -> None:
+        """From now on each rank of the outer mesh, over which the parameter is replicated, has a term of its gradient."""
+        assert self.outer is not None, "it is replicated over an outer mesh"
+        self.outer = replace(self.outer, grad_placements=(Partial(),) * self.outer.spec.mesh.ndim)
+        self.sharded.grad_placements = self.outer.grad_placements  # type: ignore[attr-defined]
 
     def rename(self, name: str) -> None:
         """Give the parameter its full name."""

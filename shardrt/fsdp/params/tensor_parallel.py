@@ -27,7 +27,7 @@ import torch
 from ...comm import DeviceMesh
 from ...tensor.dtensor import DTensor
 from ...tensor.placement import Box, FlatShard, Partial, Placement, Replicate, Shard, Sharded, Spec, local_shape
-from ...tensor.replicated import replicas_mesh
+from ...tensor.replicated import grad_placements_of, replicas_mesh
 
 TERMS = "terms"  # the role of the communicators that add up terms of gradients
 
@@ -134,7 +134,7 @@ class OuterSharding:
         local, spec = extensions.pre_flatten_transform(param)
         if spec is None:
             return local, None
-        return local, cls(spec, extensions, getattr(param, "grad_placements", None))
+        return local, cls(spec, extensions, grad_placements_of(param))
 
     @property
     def shape(self) -> torch.Size:
@@ -158,6 +158,11 @@ class OuterSharding:
         names = tuple(name for name, placement in named if isinstance(placement, Partial))
         return mesh[names] if names else None
 
+    @property
+    def replicas(self) -> DeviceMesh | None:
+        """The outer mesh, if the parameter is replicated over all of it: a forward may find that its gradients are terms."""
+        return self.spec.mesh if all(isinstance(p, Replicate) for p in self.spec.placements) else None
+
     def mesh(self, device_mesh: DeviceMesh) -> DeviceMesh:
         """Both meshes as one, its axes in the order of the cuts. Collective the first time. Raises ValueError if none fits."""
         return self.spec.mesh.product(device_mesh)
@@ -171,8 +176,8 @@ class OuterSharding:
         mesh = self.mesh(device_mesh)
         for name in mesh.axis_names:
             mesh[name].communicator("tensor")
-        if self.partial_mesh is not None:
-            self.partial_mesh.communicator(TERMS)
+        if (terms := self.partial_mesh or self.replicas) is not None:
+            terms.communicator(TERMS)
 
     def gathered(self, spec: Spec) -> Spec:
         """The spec on both meshes of what the module sees."""

@@ -341,15 +341,34 @@ class ParamGroup:
         held = set() if older is None else older.held_params
         chosen = [param for param in self.params if param in held or param in trainable]
         if chosen != ([] if older is None else older.params):
-            assert self.runtime is not None, "attach() comes first"
-            made = self._make_reduction(self.runtime, chosen) if chosen else None
-            if made is not None and older is not None and held:
-                made.take_over(older, self._streams.post_reduce)
-            self._use_reduction(made)
+            self._replace_reduction(chosen, older)
         if trainable != self.trainable:
             self.trainable = trainable
             self.calls.watch_again(param.unsharded for param in trainable)
         return len(chosen) == len(trainable)
+
+    def unsharded_of(self, sharded: torch.Tensor) -> nn.Parameter:
+        """What modules see of one of its sharded parameters, which attach() has made."""
+        return next(param.unsharded for param in self.params if param.sharded is sharded)
+
+    def sum_terms_of(self, sharded: Sequence[torch.Tensor]) -> None:
+        """From now on ranks have terms of the gradients of these parameters, which are replicated over another mesh.
+
+        Between a forward and its backward; alike on all ranks of both meshes.
+        """
+        chosen = set(map(id, sharded))
+        for param in self.params:
+            if id(param.sharded) in chosen:
+                param.sum_terms()
+        if (older := self.reduction) is not None:
+            self._replace_reduction(older.params, older)
+
+    def _replace_reduction(self, chosen: Sequence[ShardedParam], older: GradientReduction | None) -> None:
+        assert self.runtime is not None, "attach() comes first"
+        made = self._make_reduction(self.runtime, chosen) if chosen else None
+        if made is not None and older is not None and older.held_params:
+            made.take_over(older, self._streams.post_reduce)
+        self._use_reduction(made)
 
     def _use_reduction(self, reduction: GradientReduction | None) -> None:
         self.reduction = reduction

@@ -13,6 +13,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..axis import owned
+from ..relayout import AS_ARRIVES
 from .cut import Documents, Piece, SequenceCut
 from .kernels import Attended, Block, BlockSum, at, kernel_for, wide
 from .transport import BlockLayout, Ring, Transport
@@ -88,7 +89,7 @@ class _Function(torch.autograd.Function):
         # use_reentrant=False and computed again outside of the context, where attention would be to local tokens alone, saves
         # other tensors, which torch's default check of recomputation refuses.
         ctx.save_for_backward(queries, keys, values, total.out, total.lse.unsqueeze(-1))
-        ctx.attention = attention
+        ctx.attention, ctx.passes = attention, AS_ARRIVES
         return owned(total.out)
 
     @staticmethod

@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex_atten
 
 from ...torch_internals import left_mode, visible_to_compiler
 from ..axis import owned
+from ..relayout import AS_ARRIVES
 from .agreement import agreed
 from .call import AttentionCall
 from .cut import SequenceCut
@@ -110,7 +111,7 @@ class _WholeSequence(torch.autograd.Function):
     def forward(
         ctx: Any, keys: torch.Tensor, values: torch.Tensor, ring: Ring, cut: SequenceCut
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.ring, ctx.cut = ring, cut
+        ctx.ring, ctx.cut, ctx.passes = ring, cut, AS_ARRIVES
         ctx.layout = layout = BlockLayout.of(keys, values, cut.longest)
         gathered = ring.start_gather(layout.packed(keys, values)).result()
         made = [part.new_empty((*part.shape[:2], cut.total, part.shape[3])) for part in (keys, values)]

@@ -16,6 +16,7 @@ from ...comm.fingerprint import fingerprint_of
 from ...torch_internals import torch_attention
 from ..axis import owned
 from ..random import default_generator
+from ..relayout import AS_ARRIVES
 from .cut import Documents, SequenceCut
 from .transport import Ring
 
@@ -141,7 +142,7 @@ def _drawn_seed(generator: torch.Generator) -> int:
 class _HeadSwap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, exchange: HeadExchange, to_heads: bool) -> torch.Tensor:
-        ctx.exchange, ctx.to_heads = exchange, to_heads
+        ctx.exchange, ctx.to_heads, ctx.passes = exchange, to_heads, AS_ARRIVES
         return owned(exchange.to_heads(tensor) if to_heads else exchange.to_tokens(tensor).contiguous())
 
     @staticmethod
