@@ -130,6 +130,8 @@ class Divided(Side):
             model = GPTStage(whole, self.mesh["pp"].rank, pp)
         if tp > 1:
             plan = gpt_plan(shardrt.parallel, shardrt)
+            if any(name.endswith(".base_layer") for name, _ in model.named_modules()):
+                plan |= adapted(plan)
             own = {name: style for name, style in plan.items() if getattr(model, name.split(".")[0]) is not None}
             parallelize_module(model, self.mesh["tp"], own)
         if ep > 1:
@@ -196,6 +198,17 @@ def batch(key: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The bytes of all ranks, and the next ones."""
     drawn = torch.randint(0, 256, (ROWS, CONTEXT + 1), generator=torch.Generator().manual_seed(key))
     return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+
+def adapted(plan: dict[str, Any]) -> dict[str, Any]:
+    """The styles of attention with PEFT's adapters, as docs/tensor_parallel.md says."""
+    colwise, rowwise = plan.pop("blocks.*.attention.qkv"), plan.pop("blocks.*.attention.out")
+    return {
+        "blocks.*.attention.qkv.base_layer": colwise,
+        "blocks.*.attention.qkv.lora_B.default": colwise,
+        "blocks.*.attention.out.base_layer": rowwise,
+        "blocks.*.attention.out.lora_A.default": rowwise,
+    }
 
 
 # ---------------------------------------------------------------------- comparisons
