@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -219,8 +221,6 @@ def test_buffers_are_cut_and_restored(world: World) -> None:
     with context_parallel(mesh, buffers=[tokens, table, labels], buffer_seq_dims=[1, 0, -1], no_restore_buffers={labels}):
         assert tokens.tolist() == [own, [7 + token for token in own]]
         assert torch.equal(table, before[own])
-        if world.size > 1:
-            table.zero_()
     assert torch.equal(tokens.cpu(), torch.arange(14).view(2, 7))
     assert torch.equal(table, before)
     assert labels.tolist() == [own, [7 + token for token in own]]
@@ -470,3 +470,21 @@ def test_scales_that_are_not_positive(world: World, scale: float, method: str) -
     tensors = [random(world, 1, 6, 13, 8) for _ in range(4)]
     for causal in (True, False):
         compare_with_torch(cp_mesh(world), tensors, 1e-12, method=method, is_causal=causal, scale=scale)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@on_ranks(2)
+def test_writes_into_buffers(world: World, kept: bool) -> None:
+    """Told on the first rank, unless the buffer is kept."""
+    mesh = cp_mesh(world)
+    read, table = torch.arange(8, device=world.device), torch.zeros(8, device=world.device)
+    dropped = {table} if kept else None
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with context_parallel(mesh, buffers=[read, table], buffer_seq_dims=[0, 0], no_restore_buffers=dropped):
+            table.add_(read)
+    assert len(seen) == (not kept and world.rank == 0)
+    assert all("buffers [1] were written to in the block" in str(one.message) for one in seen)
+    assert all(Path(one.filename).name == Path(__file__).name for one in seen)
+    whole = context_parallel_unshard(mesh, [table], [0])[0] if kept else table
+    assert whole.tolist() == [token * kept for token in range(8)]

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Collection, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
@@ -26,6 +27,7 @@ from .agreement import agreed, ring_for
 from .attention import Attention
 from .call import AttentionCall
 from .cut import Documents, SequenceCut
+from .local_calls import LocalCalls
 from .sequences import check_list, length_of, taken
 from .transport import Gathering, Ring, Rotation, Transport
 from .ulysses import HeadwiseAttention
@@ -74,8 +76,9 @@ def context_parallel(
     queries, keys or values of other sizes, heads that "ulysses" cannot divide, and whatever differs between ranks;
     NotImplementedError for attn_mask, dropout with another method than "ulysses", `F.multi_head_attention_forward` and torch's
     flex_attention, in whose place is `shardrt.parallel.flex_attention`; RuntimeError where another rank failed otherwise.
-    TypeError where `mesh` is none.
-    Attention that a model computes by itself is not seen.
+    TypeError where `mesh` is none. Warns at the end, on the first of several ranks, of writes into buffers that are restored,
+    and of what saw the local tokens alone: matrix products without attention that is replaced, convolutions, recurrences and
+    running sums along the tokens, and positions that a model makes by itself (docs/context_parallel.md).
     """
     hide_package_from_compiler()
     ring = ring_for(mesh, "context_parallel")
@@ -84,8 +87,12 @@ def context_parallel(
     try:
         find = lambda: _settings(ring, given, document_ids, method, balanced, alone)  # noqa: E731
         settings = agreed(ring, "context_parallel", find)
-        with _cut_in_place(ring, given, settings.cut), _replaced_attention(_Mode(ring, settings)):
+        mode = _Mode(ring, settings)
+        with _cut_in_place(ring, given, settings.cut) as written, _replaced_attention(mode):
             yield
+        if ring.size > 1 and ring.rank == 0:
+            for text in filter(None, (mode.local_calls.told(), written())):
+                warnings.warn(f"context_parallel on {mesh}: {text}", stacklevel=3)
     finally:
         if alone:
             _running.release()
@@ -175,8 +182,8 @@ def _bounds_of(ids: list[int]) -> tuple[int, ...]:
 
 
 @contextmanager
-def _cut_in_place(ring: Ring, given: _CutBuffers, cut: SequenceCut) -> Iterator[None]:
-    """In the block, the buffers hold this rank's tokens."""
+def _cut_in_place(ring: Ring, given: _CutBuffers, cut: SequenceCut) -> Iterator[Callable[[], str | None]]:
+    """In the block, the buffers hold this rank's tokens. Yields what tells, at its end, of values that were lost."""
     parts = [taken(buffer, dim, cut, ring.rank) for buffer, dim in zip(given.buffers, given.dims, strict=True)]
     restored: list[tuple[torch.Tensor, torch.Tensor]] = []  # with aliases of their memory
     try:
@@ -185,10 +192,31 @@ def _cut_in_place(ring: Ring, given: _CutBuffers, cut: SequenceCut) -> Iterator[
             buffer.set_(part)  # type: ignore[call-overload]
             restored.append((buffer, whole))
         restored = [(buffer, whole) for buffer, whole in restored if not any(buffer is one for one in given.dropped)]
-        yield
+        versions = [_version(buffer) for buffer, _ in restored]
+        lost: list[int] = []
+        yield lambda: _told_of(lost)
+        lost += [
+            next(number for number, each in enumerate(given.buffers) if each is buffer)
+            for (buffer, _), version in zip(restored, versions, strict=True)
+            if _version(buffer) != version
+        ]
     finally:
         for buffer, whole in restored:
             buffer.set_(whole)  # type: ignore[call-overload]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often it was written to. Tensors of inference mode do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _told_of(lost: list[int]) -> str | None:
+    if not lost:
+        return None
+    return (
+        f"buffers {lost} were written to in the block, and hold what they did before: what was written is lost. Name them in "
+        "no_restore_buffers, which keeps this rank's tokens, and gather these with context_parallel_unshard; or write to copies"
+    )
 
 
 @contextmanager
@@ -214,6 +242,7 @@ class _Mode(TorchFunctionMode):
         super().__init__()
         self.ring, self.settings = ring, settings
         self.masks: dict[int, tuple[Any, Any]] = {}  # of whole sequences, by their id, and this rank's part of each
+        self.local_calls = LocalCalls(settings.cut.length(ring.rank))
         self._places: dict[torch.device, torch.Tensor] = {}
 
     def places(self, device: torch.device) -> torch.Tensor:
@@ -227,7 +256,9 @@ class _Mode(TorchFunctionMode):
         if func is torch_attention:
             return self.attend(*args, **(kwargs or {}))
         _refuse(func)
-        return func(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        self.local_calls.see(func, made, args, kwargs or {})
+        return made
 
     def attend(
         self,
@@ -247,6 +278,7 @@ class _Mode(TorchFunctionMode):
             call = AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
             what = "scaled_dot_product_attention in context_parallel"
             agreed(ring, what, lambda: call.described(ring, cut, documents, method))
+            self.local_calls.attended = True
             scale = query.shape[-1] ** -0.5 if scale is None else scale
             if scale <= 0:  # torch's fused attention multiplies by it after the causal mask, and makes nan
                 query, scale = query * (-1 if scale else 0), -scale or 1.0
