@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from ranks import on_ranks
 from shardrt.comm import Communicator, DeviceMesh, Work, World
 from shardrt.comm.calls import CallList, Hook
 from shardrt.comm.control import hooked
-from shardrt.parallel import context_parallel, context_parallel_shard, context_parallel_unshard
+from shardrt.parallel import context_parallel, context_parallel_shard, context_parallel_unshard, tokens_per_rank
 from shardrt.parallel.context.cut import SequenceCut
 from shardrt.parallel.context.kernels import FORMULA, Attended, Block, kernel_for
 from shardrt.parallel.context.transport import ring_of
@@ -59,7 +61,12 @@ def compare_with_torch(
     mask = torch.ones(grad.shape[2], grad.shape[2], dtype=torch.bool, device=grad.device)
     mask = mask if documents is None else mask & document_mask(documents)
     mask = mask.tril() if options["is_causal"] else mask
-    expected = F.scaled_dot_product_attention(*whole, attn_mask=mask, **reference)
+    sign = 1
+    if options.get("scale", 1) <= 0:
+        # torch's own is nan where such a scale meets a mask.
+        reference |= {"scale": -options["scale"] or 1.0}
+        sign = -1 if options["scale"] else 0
+    expected = F.scaled_dot_product_attention(whole[0] * sign, *whole[1:], attn_mask=mask, **reference)
     expected.backward(grad.double())
 
     exchanged = lambda x: x if in_memory is None else x.transpose(*in_memory).contiguous().transpose(*in_memory)  # noqa: E731
@@ -214,8 +221,6 @@ def test_buffers_are_cut_and_restored(world: World) -> None:
     with context_parallel(mesh, buffers=[tokens, table, labels], buffer_seq_dims=[1, 0, -1], no_restore_buffers={labels}):
         assert tokens.tolist() == [own, [7 + token for token in own]]
         assert torch.equal(table, before[own])
-        if world.size > 1:
-            table.zero_()
     assert torch.equal(tokens.cpu(), torch.arange(14).view(2, 7))
     assert torch.equal(table, before)
     assert labels.tolist() == [own, [7 + token for token in own]]
@@ -406,10 +411,80 @@ def test_bad_attention(world: World) -> None:
     attend()
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @on_ranks(2)
-def test_torchs_flex_attention(world: World) -> None:
-    """The compiler says so in an error of its own; once shardrt is hidden from it, it names the function that refuses."""
+def test_torchs_flex_attention(world: World, compiled: bool) -> None:
+    """By name, before its compiler sees it."""
     x = random(world, 2, 3, 4, 8)
-    compiled = torch.compile(torch_flex_attention, backend="eager")
-    with refused(Exception, "NotImplementedError|_refused"), context_parallel(cp_mesh(world), seq_len=8):
-        compiled(x, x, x)
+    attend = torch.compile(torch_flex_attention, backend="eager") if compiled else torch_flex_attention
+    match = "flex_attention in context_parallel .* or shardrt.parallel.flex_attention"
+    with refused(NotImplementedError, match), context_parallel(cp_mesh(world), seq_len=8):
+        attend(x, x, x)
+
+
+@on_ranks(1, 2)
+def test_arguments_of_another_kind(world: World) -> None:
+    mesh, tokens = cp_mesh(world), torch.arange(8)
+
+    def enter(mesh: Any = mesh, **options: Any) -> None:
+        with context_parallel(mesh, **options):
+            pass
+
+    for call in (
+        lambda: enter(None, seq_len=8),
+        lambda: context_parallel_shard(None, [tokens], [0]),
+        lambda: context_parallel_unshard(None, [tokens], [0]),
+        lambda: tokens_per_rank(None, tokens),
+    ):
+        with refused(TypeError, r"mesh=None\): expected a shardrt.DeviceMesh"):
+            call()
+    nested: Any = [[tokens, tokens]]
+    with refused(ValueError, r"buffers\[0\]: expected a Tensor, found a list"):
+        enter(buffers=nested, buffer_seq_dims=[0])
+    with refused(ValueError, r"buffers\[0\]: expected a Tensor, found a list"):
+        context_parallel_shard(mesh, nested, [0])
+    with refused(ValueError, "buffers: expected a list of Tensor, found a Tensor"):
+        enter(buffers=tokens, buffer_seq_dims=[0])
+    with refused(ValueError, "buffer_seq_dims: expected a list of int, found a int"):
+        enter(buffers=[tokens], buffer_seq_dims=0)
+    with refused(ValueError, r"no_restore_buffers\[0\]: expected a Tensor, found a list"):
+        enter(buffers=[tokens], buffer_seq_dims=[0], no_restore_buffers=nested)
+    with refused(ValueError, "document_ids: expected a tensor of integers, found a list"):
+        enter(seq_len=8, document_ids=[0] * 8)
+    with refused(TypeError, "expected labels in a tensor, found a list"):
+        tokens_per_rank(mesh, [1, 2])
+    last = world.rank == world.size - 1
+    with refused(ValueError, r"buffers\[0\]: expected a Tensor, found a list"):
+        enter(buffers=nested if last else [tokens], buffer_seq_dims=[0])
+    assert tokens.tolist() == list(range(8))
+
+
+# ---------------------------------------------------------------------- told at the end
+
+
+@every_method
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+@on_ranks(1, 2, 3)
+def test_scales_that_are_not_positive(world: World, scale: float, method: str) -> None:
+    torch.manual_seed(0)
+    tensors = [random(world, 1, 6, 13, 8) for _ in range(4)]
+    for causal in (True, False):
+        compare_with_torch(cp_mesh(world), tensors, 1e-12, method=method, is_causal=causal, scale=scale)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@on_ranks(2)
+def test_writes_into_buffers(world: World, kept: bool) -> None:
+    """Told on the first rank, unless the buffer is kept."""
+    mesh = cp_mesh(world)
+    read, table = torch.arange(8, device=world.device), torch.zeros(8, device=world.device)
+    dropped = {table} if kept else None
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with context_parallel(mesh, buffers=[read, table], buffer_seq_dims=[0, 0], no_restore_buffers=dropped):
+            table.add_(read)
+    assert len(seen) == (not kept and world.rank == 0)
+    assert all("buffers [1] were written to in the block" in str(one.message) for one in seen)
+    assert all(Path(one.filename).name == Path(__file__).name for one in seen)
+    whole = context_parallel_unshard(mesh, [table], [0])[0] if kept else table
+    assert whole.tolist() == [token * kept for token in range(8)]

@@ -14,10 +14,18 @@ _REFUSALS: dict[str, type[Exception]] = {"ValueError": ValueError, "NotImplement
 
 
 def ring_for(mesh: DeviceMesh, what: str) -> Ring:
-    """The ring of a mesh of one axis. Raises ValueError for another."""
+    """The ring of a mesh of one axis. Raises ValueError for another, TypeError for what is no mesh."""
+    check_mesh(mesh, what)
     if mesh.ndim != 1:
         raise ValueError(f"{what} on {mesh}: expected a mesh of one axis, such as mesh['cp']")
     return ring_of(mesh)
+
+
+def check_mesh(mesh: object, what: str) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"{what}(mesh={mesh!r}): expected a shardrt.DeviceMesh, such as mesh['cp']; found a {type(mesh).__name__}"
+        )
 
 
 def agreed(ring: Ring, what: str, find: Callable[[], T]) -> T:

@@ -79,6 +79,7 @@ def flex_attention(
     with left_mode(context):  # which refuses torch's function, whose compiler looks at it
         places = context.places(query.device)
         agreed(ring, "flex_attention in context_parallel", described)
+        context.local_calls.attended = True
         keys, values = _WholeSequence.apply(key, value, ring, cut)
         scores = None if score_mod is None else _local_scores(score_mod, places)
         mask = None if block_mask is None else _local_mask(context.masks, block_mask, places)

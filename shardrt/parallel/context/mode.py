@@ -8,8 +8,9 @@ a name imported before cannot be computed again: torch's check of checkpoints sa
 
 from __future__ import annotations
 
-import functools
+import sys
 import threading
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 from torch.overrides import TorchFunctionMode
 
 from ...comm import DeviceMesh
@@ -25,12 +27,14 @@ from .agreement import agreed, ring_for
 from .attention import Attention
 from .call import AttentionCall
 from .cut import Documents, SequenceCut
-from .sequences import length_of, taken
+from .local_calls import LocalCalls
+from .sequences import check_list, length_of, taken
 from .transport import Gathering, Ring, Rotation, Transport
 from .ulysses import HeadwiseAttention
 
 Method = Literal["ring", "all_gather", "ulysses"]
 _TRANSPORTS: dict[str, type[Transport]] = {"ring": Rotation, "all_gather": Gathering}
+_FLEX: Any = torch_flex_attention.__code__
 _current: _Mode | None = None  # that of the context; its writer holds the lock
 _running = threading.Lock()  # held by the context of this process: what it replaces is replaced for all threads
 
@@ -72,20 +76,33 @@ def context_parallel(
     queries, keys or values of other sizes, heads that "ulysses" cannot divide, and whatever differs between ranks;
     NotImplementedError for attn_mask, dropout with another method than "ulysses", `F.multi_head_attention_forward` and torch's
     flex_attention, in whose place is `shardrt.parallel.flex_attention`; RuntimeError where another rank failed otherwise.
-    Attention that a model computes by itself is not seen.
+    TypeError where `mesh` is none. Warns at the end, on the first of several ranks, of writes into buffers that are restored,
+    and of what saw the local tokens alone: matrix products without attention that is replaced, convolutions, recurrences and
+    running sums along the tokens, and positions that a model makes by itself (docs/context_parallel.md).
     """
     hide_package_from_compiler()
     ring = ring_for(mesh, "context_parallel")
-    given = _CutBuffers(tuple(buffers or ()), tuple(buffer_seq_dims or ()), tuple(no_restore_buffers or ()), seq_len)
+    given = _CutBuffers(_listed(buffers), _listed(buffer_seq_dims), _listed(no_restore_buffers), seq_len)
     alone = _running.acquire(blocking=False)
     try:
         find = lambda: _settings(ring, given, document_ids, method, balanced, alone)  # noqa: E731
         settings = agreed(ring, "context_parallel", find)
-        with _cut_in_place(ring, given, settings.cut), _replaced_attention(_Mode(ring, settings)):
+        mode = _Mode(ring, settings)
+        with _cut_in_place(ring, given, settings.cut) as written, _replaced_attention(mode):
             yield
+        if ring.size > 1 and ring.rank == 0:
+            for text in filter(None, (mode.local_calls.told(), written())):
+                warnings.warn(f"context_parallel on {mesh}: {text}", stacklevel=3)
     finally:
         if alone:
             _running.release()
+
+
+def _listed(values: Any) -> Any:
+    """What is no collection is as it is, for `total` to refuse on every rank."""
+    if values is None:
+        return ()
+    return tuple(values) if isinstance(values, Collection) and not isinstance(values, torch.Tensor) else values
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +114,7 @@ class _CutBuffers:
 
     def total(self) -> int:
         """The number of tokens. Raises ValueError for what does not fit."""
+        self._check_kinds()
         for buffer in self.dropped:
             if not any(buffer is one for one in self.buffers):
                 raise ValueError(
@@ -123,6 +141,11 @@ class _CutBuffers:
             raise ValueError(f"buffers of {total} tokens, and seq_len={self.seq_len}: expected one number")
         return total
 
+    def _check_kinds(self) -> None:
+        check_list("buffers", self.buffers, torch.Tensor)
+        check_list("buffer_seq_dims", self.dims, int)
+        check_list("no_restore_buffers", self.dropped, torch.Tensor)
+
 
 class _Settings(NamedTuple):
     cut: SequenceCut
@@ -141,6 +164,8 @@ def _settings(ring: Ring, given: _CutBuffers, ids: torch.Tensor | None, method: 
 
 
 def _documents(ids: torch.Tensor, total: int) -> Documents:
+    if not isinstance(ids, torch.Tensor):
+        raise ValueError(f"document_ids: expected a tensor of integers, found a {type(ids).__name__}")
     if ids.dim() not in (1, 2) or ids.shape[-1] != total or ids.is_floating_point():
         raise ValueError(
             f"document_ids of shape {tuple(ids.shape)} and {ids.dtype}: expected integers ({total},) or (rows, {total}), whole "
@@ -157,8 +182,8 @@ def _bounds_of(ids: list[int]) -> tuple[int, ...]:
 
 
 @contextmanager
-def _cut_in_place(ring: Ring, given: _CutBuffers, cut: SequenceCut) -> Iterator[None]:
-    """In the block, the buffers hold this rank's tokens."""
+def _cut_in_place(ring: Ring, given: _CutBuffers, cut: SequenceCut) -> Iterator[Callable[[], str | None]]:
+    """In the block, the buffers hold this rank's tokens. Yields what tells, at its end, of values that were lost."""
     parts = [taken(buffer, dim, cut, ring.rank) for buffer, dim in zip(given.buffers, given.dims, strict=True)]
     restored: list[tuple[torch.Tensor, torch.Tensor]] = []  # with aliases of their memory
     try:
@@ -167,10 +192,31 @@ def _cut_in_place(ring: Ring, given: _CutBuffers, cut: SequenceCut) -> Iterator[
             buffer.set_(part)  # type: ignore[call-overload]
             restored.append((buffer, whole))
         restored = [(buffer, whole) for buffer, whole in restored if not any(buffer is one for one in given.dropped)]
-        yield
+        versions = [_version(buffer) for buffer, _ in restored]
+        lost: list[int] = []
+        yield lambda: _told_of(lost)
+        lost += [
+            next(number for number, each in enumerate(given.buffers) if each is buffer)
+            for (buffer, _), version in zip(restored, versions, strict=True)
+            if _version(buffer) != version
+        ]
     finally:
         for buffer, whole in restored:
             buffer.set_(whole)  # type: ignore[call-overload]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often it was written to. Tensors of inference mode do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _told_of(lost: list[int]) -> str | None:
+    if not lost:
+        return None
+    return (
+        f"buffers {lost} were written to in the block, and hold what they did before: what was written is lost. Name them in "
+        "no_restore_buffers, which keeps this rank's tokens, and gather these with context_parallel_unshard; or write to copies"
+    )
 
 
 @contextmanager
@@ -196,6 +242,7 @@ class _Mode(TorchFunctionMode):
         super().__init__()
         self.ring, self.settings = ring, settings
         self.masks: dict[int, tuple[Any, Any]] = {}  # of whole sequences, by their id, and this rank's part of each
+        self.local_calls = LocalCalls(settings.cut.length(ring.rank))
         self._places: dict[torch.device, torch.Tensor] = {}
 
     def places(self, device: torch.device) -> torch.Tensor:
@@ -208,12 +255,10 @@ class _Mode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch_attention:
             return self.attend(*args, **(kwargs or {}))
-        if func in _refused():
-            raise NotImplementedError(
-                f"{func.__name__} in context_parallel would attend to this rank's tokens alone: call "
-                "F.scaled_dot_product_attention, without a mask, or shardrt.parallel.flex_attention"
-            )
-        return func(*args, **(kwargs or {}))
+        _refuse(func)
+        made = func(*args, **(kwargs or {}))
+        self.local_calls.see(func, made, args, kwargs or {})
+        return made
 
     def attend(
         self,
@@ -233,7 +278,11 @@ class _Mode(TorchFunctionMode):
             call = AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
             what = "scaled_dot_product_attention in context_parallel"
             agreed(ring, what, lambda: call.described(ring, cut, documents, method))
+            self.local_calls.attended = True
             scale = query.shape[-1] ** -0.5 if scale is None else scale
+            if scale <= 0:  # torch's fused attention multiplies by it after the causal mask, and makes nan
+                query, scale = query * (-1 if scale else 0), -scale or 1.0
+                tensors = query, key, value
             if method == "ulysses":
                 return HeadwiseAttention(ring, cut, documents, is_causal, scale, dropout_p)(*tensors)
             return Attention(ring, _TRANSPORTS[method], cut, documents, is_causal, scale)(*tensors)
@@ -248,6 +297,18 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(tensor if tensor.dtype is torch.float64 else tensor.to(dtype) for tensor in tensors)
 
 
-@functools.cache
-def _refused() -> tuple[Callable[..., Any], ...]:
-    return (F.multi_head_attention_forward, torch.ops.higher_order.flex_attention)
+def _refuse(func: Any) -> None:
+    """Attention to this rank's tokens alone, for the mode that is called with it."""
+    caller = sys._getframe(2).f_code
+    if func is F.multi_head_attention_forward:
+        name = func.__name__
+    # torch's flex_attention asks for dims before it gives itself to the compiler, which would wrap an error in its own. Its
+    # frame has another name where the compiler has cut it.
+    elif func is torch.Tensor.dim and caller.co_filename == _FLEX.co_filename and _FLEX.co_name in caller.co_name:
+        name = _FLEX.co_name
+    else:
+        return
+    raise NotImplementedError(
+        f"{name} in context_parallel would attend to this rank's tokens alone: call F.scaled_dot_product_attention, without a "
+        "mask, or shardrt.parallel.flex_attention"
+    )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ...comm import DeviceMesh, ReduceOp, current_stream
-from .agreement import agreed, ring_for
+from .agreement import agreed, check_mesh, ring_for
 from .cut import SequenceCut
 from .transport import Ring
 
@@ -24,7 +24,8 @@ def context_parallel_shard(
     Labels of a language model are shifted before: the last token of a chunk has its label in another one.
     The first call for a mesh is collective over all ranks of the mesh that it is a part of.
     Raises, on every rank: ValueError for a mesh with several axes, a dim out of range, sizes that differ between tensors or
-    ranks, and `balanced` that differs between ranks; RuntimeError where another rank failed otherwise.
+    ranks, what is no list of tensors, and `balanced` that differs between ranks; TypeError for what is no mesh; RuntimeError
+    where another rank failed otherwise.
     """
     what = "context_parallel_shard"
     total, _ = agreed(ring_for(mesh, what), what, lambda: (length_of(buffers, seq_dims), balanced))
@@ -70,6 +71,9 @@ def tokens_per_rank(
     Collective; the first call for a mesh is so over all ranks of the mesh that it is a part of. Models of transformers take it
     as `num_items_in_batch`. Cost: an all-reduce of one number, without a host sync.
     """
+    check_mesh(mesh, "tokens_per_rank")
+    if not isinstance(labels, torch.Tensor):
+        raise TypeError(f"tokens_per_rank: expected labels in a tensor, found a {type(labels).__name__}")
     count = (labels != ignore_index).sum(dtype=torch.float64).view(1)
     stream = current_stream(count.device)
     mesh.communicator("tokens").all_reduce(count, count, ReduceOp.SUM, stream=stream).wait(stream)
@@ -88,6 +92,8 @@ def _described(buffers: Sequence[torch.Tensor], seq_dims: Sequence[int]) -> list
 
 def length_of(buffers: Sequence[torch.Tensor], seq_dims: Sequence[int]) -> int:
     """The size that all buffers have along their sequence."""
+    check_list("buffers", buffers, torch.Tensor)
+    check_list("seq_dims", seq_dims, int)
     if len(buffers) != len(seq_dims) or not buffers:
         raise ValueError(f"expected one seq dim for each buffer, and a buffer; found {len(buffers)} and {len(seq_dims)}")
     for number, (buffer, dim) in enumerate(zip(buffers, seq_dims, strict=True)):
@@ -97,6 +103,15 @@ def length_of(buffers: Sequence[torch.Tensor], seq_dims: Sequence[int]) -> int:
     if len(set(lengths)) > 1:
         raise ValueError(f"the buffers have {lengths} tokens: expected one number; check seq dims")
     return lengths[0]
+
+
+def check_list(name: str, found: object, kind: type) -> None:
+    """Raises ValueError unless it is a list or tuple of such."""
+    if not isinstance(found, (list, tuple)):
+        raise ValueError(f"{name}: expected a list of {kind.__name__}, found a {type(found).__name__}")
+    for number, each in enumerate(found):
+        if not isinstance(each, kind):
+            raise ValueError(f"{name}[{number}]: expected a {kind.__name__}, found a {type(each).__name__}")
 
 
 def taken(buffer: torch.Tensor, dim: int, cut: SequenceCut, rank: int) -> torch.Tensor:
