@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import gc
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -78,13 +81,15 @@ def rooted(world: World, group: Group, numel: int, is_async: bool) -> list[torch
         finish(dist.broadcast(sent, group_src=root, group=group, async_op=is_async), is_async)
         reduced = values(world, numel, seed=root)
         finish(dist.reduce(reduced, group_dst=root, group=group, async_op=is_async), is_async)
+        bits = values(world, numel, torch.int32, seed=root)
+        finish(dist.reduce(bits, None, dist.ReduceOp.BXOR, group, is_async, group_dst=root), is_async)
         here = world.rank == root
         gathered = [torch.zeros(numel) for _ in range(world.size)] if here else None
         finish(dist.gather(values(world, numel), gathered, group_dst=root, group=group, async_op=is_async), is_async)
         scattered = torch.zeros(numel)
         parts = [values(world, numel, seed=part) for part in range(world.size)] if here else None
         finish(dist.scatter(scattered, parts, group_src=root, group=group, async_op=is_async), is_async)
-        results += [sent, scattered, *(gathered or [])] + ([reduced] if here else [])  # elsewhere, gloo changes it
+        results += [sent, scattered, *(gathered or [])] + ([reduced, bits] if here else [])  # elsewhere, gloo changes it
     return results
 
 
@@ -98,7 +103,14 @@ def gathers(world: World, group: Group, numel: int, is_async: bool) -> list[torc
     listed = torch.zeros(numel)
     parts = [values(world, numel, seed=part) for part in range(world.size)]
     finish(dist.reduce_scatter(listed, parts, group=group, async_op=is_async), is_async)
-    return [*outs, single, blocks, listed]
+    results = [*outs, single, blocks, listed]
+    for op in (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR):
+        bits = torch.zeros(2, numel, dtype=torch.int32)
+        terms = values(world, world.size * numel, torch.int32)
+        finish(dist.reduce_scatter_single(bits[0], terms, op, group, is_async), is_async)
+        finish(dist.reduce_scatter(bits[1], list(terms.split(numel)), op, group, is_async), is_async)
+        results.append(bits)
+    return results
 
 
 def exchanges(world: World, group: Group, numel: int, is_async: bool) -> list[torch.Tensor]:
@@ -295,6 +307,47 @@ def test_what_follows_a_future_may_communicate(world: World) -> None:
 
 
 @on_ranks(2)
+def test_tensors_of_inference_mode(world: World) -> None:
+    with process_groups():
+        with torch.inference_mode():
+            made = torch.ones(9000)
+            rows = torch.ones(6, 5).t()  # not contiguous
+            gathered = [torch.zeros(5, 6) for _ in range(world.size)]
+            works = [dist.all_reduce(made, async_op=True), dist.all_gather(gathered, rows, async_op=True)]
+            works += [dist.broadcast(torch.ones(6, 5).t(), 0, async_op=True)]
+            started = dist.irecv(received := torch.zeros(6, 5).t(), 1 - world.rank)
+            dist.send(rows + world.rank, 1 - world.rank)
+        for work in (*works, started):  # outside of the mode
+            assert work is not None
+            work.wait()
+        dist.all_reduce(made)
+        assert made.eq(world.size**2).all()
+        assert received.eq(2 - world.rank).all()
+        assert all(each.eq(1).all() for each in gathered)
+        dist.all_reduce(torch.ones(3), async_op=True)
+        dist.barrier()
+
+
+@on_ranks(2)
+def test_what_torch_asks_of_a_group(world: World) -> None:
+    with process_groups() as (ours, _):
+        numbers = []
+        for _ in range(3):
+            numbers.append(ours._get_sequence_number_for_group())
+            dist.all_reduce(torch.ones(3))
+        assert numbers == [numbers[0], numbers[0] + 1, numbers[0] + 2]
+        ours.set_timeout(timedelta(seconds=1))
+        ours._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=1))
+        for call in (dist.all_reduce, lambda tensor, op: dist.reduce(tensor, 0, op)):
+            with pytest.raises(ValueError, match=r"reduce of torch\.float32 by .*BOR: expected integers or bool"):
+                call(torch.ones(3), dist.ReduceOp.BOR)
+        bits = torch.zeros(world.rank + 1, dtype=torch.int64)  # of sizes that differ
+        parts = [torch.full((rank + 1,), 1 << world.rank) for rank in range(world.size)]
+        dist.reduce_scatter(bits, parts, dist.ReduceOp.BOR)
+        assert bits.eq(3).all()
+
+
+@on_ranks(2)
 def test_groups_that_end_badly(world: World) -> None:
     with process_groups() as (ours, _):
         assert ours._device_types == [torch.device("cpu")]
@@ -392,6 +445,49 @@ def test_training_is_gloos(world: World, wrap: Callable[[nn.Module, Group], nn.M
         found, expected = trained(world, wrap, ours), trained(world, wrap, gloo)
         assert found[0] > found[2]
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("divides_by_initial", [False, True])
+@on_ranks(1, 2, 3)
+def test_ddp_with_uneven_inputs(world: World, divides_by_initial: bool) -> None:
+    """Its reducer keeps torch's half of a work alone, waits for it in the backward, and then asks for the result."""
+
+    def descend(module: nn.Module, rank: int, step: int) -> None:
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        module(torch.randn(4, 5, dtype=torch.float64, generator=generator)).square().mean().backward()
+
+    torch.manual_seed(0)
+    expected = nn.Linear(5, 3).double()
+    module = copy.deepcopy(expected)
+    for step in range(1 + world.size):
+        active = [rank for rank in range(world.size) if step < 2 + rank]
+        for rank in active:
+            descend(expected, rank, step)
+        for param in expected.parameters():
+            assert param.grad is not None
+            param.data -= 0.1 * param.grad / (world.size if divides_by_initial else len(active))
+            param.grad = None
+    torch_distributed.init_process_group("cpu")
+    wrapped = nn.parallel.DistributedDataParallel(module)
+    with wrapped.join(divide_by_initial_world_size=divides_by_initial):
+        for step in range(2 + world.rank):
+            descend(wrapped, world.rank, step)
+            for param in module.parameters():
+                assert param.grad is not None
+                param.data -= 0.1 * param.grad
+                param.grad = None
+    dist.destroy_process_group()
+    torch.testing.assert_close(module.state_dict(), expected.state_dict(), rtol=0, atol=1e-14)
+
+
+@on_ranks(2)
+def test_works_that_are_dropped_do_not_pile_up(world: World) -> None:
+    with process_groups():
+        for _ in range(100):
+            dist.all_reduce(torch.ones(9000), async_op=True)
+            dist.all_reduce(torch.ones(9000))
+        gc.collect()
+        assert sum(isinstance(each, ProcessGroupWork) for each in gc.get_objects()) <= 70
 
 
 @on_ranks(2, 4)
@@ -521,6 +617,20 @@ else:
     assert done.returncode == 17, done.stdout + done.stderr
     assert "recv float32 3 from 1 tag 7 on 'torch.0.cpu'" in done.stderr, done.stderr
     assert "missing: rank 1" in done.stderr, done.stderr
+
+
+def test_a_future_of_a_message_that_does_not_come_is_reported() -> None:
+    source = """
+import torch, torch.distributed as dist
+from shardrt.integrations import torch_distributed
+world = torch_distributed.init_process_group("cpu")
+if world.rank == 0:
+    dist.irecv(torch.zeros(3), 1, tag=7).get_future().wait()
+dist.barrier()
+"""
+    done = run_script(source, 2, FRESH, SHARDRT_TIMEOUT="2")
+    assert done.returncode == 17, done.stdout + done.stderr
+    assert "recv float32 3 from 1 tag 7 on 'torch.0.cpu'" in done.stderr, done.stderr
 
 
 def test_groups_end_with_the_job() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -25,15 +24,14 @@ from torch.distributed.distributed_c10d import (
 
 from ... import comm as runtime
 from ...comm import Communicator, Stream
-from ...comm.calls import INTEGERS
-from .arguments import BITWISE, counts, dense, equal_sizes, kind_of, one, options, reduce_op, row, some
+from .arguments import counts, dense, equal_sizes, one, options, reduce_op, row, some
 from .lane import DeviceLane, HostLane
 from .named import NamedGroup
+from .reductions import all_reduced, reduce_scattered, reduced
 from .staging import Staging
 from .work import ProcessGroupWork
 
 Tensors = list[torch.Tensor]
-_BITWISE = INTEGERS | {torch.bool}
 
 
 class ProcessGroupShardrt(NamedGroup):
@@ -95,6 +93,10 @@ class ProcessGroupShardrt(NamedGroup):
         while self._lanes:
             self._lanes.popitem()[1].close()
 
+    def _get_sequence_number_for_group(self) -> int:
+        """How many calls the group's communicators have made: the same on every rank."""
+        return sum(lane.comm.number for lane in self._lanes.values())
+
     # ------------------------------------------------------------------ one tensor for all
 
     def broadcast(self, tensors: Any, *args: Any, **given: Any) -> ProcessGroupWork:
@@ -113,41 +115,23 @@ class ProcessGroupShardrt(NamedGroup):
         """The tensor reduced over the ranks, on every rank, in place."""
         opts = options(AllreduceOptions, ("op", "timeout"), args, given)
         tensor = one("all_reduce", tensors)
-        return self._launch(tensor, self._reduce_in_place([tensor], opts.reduceOp), [tensor], opts)
+        return self._launch(tensor, _reduce_in_place([tensor], opts.reduceOp), [tensor], opts)
 
     def allreduce_coalesced(self, tensors: Any, *args: Any, **given: Any) -> ProcessGroupWork:
         """Each tensor reduced over the ranks, on every rank, in place."""
         opts = options(AllreduceCoalescedOptions, ("op", "timeout"), args, given)
         found = some("all_reduce", [tensors] if isinstance(tensors, torch.Tensor) else tensors)
-        return self._launch(found[0], self._reduce_in_place(found, opts.reduceOp), found, opts)
-
-    def _reduce_in_place(self, tensors: Tensors, op: Any) -> Any:
-        bitwise = BITWISE.get(kind_of(op))
-        if bitwise is not None and not all(tensor.dtype in _BITWISE for tensor in tensors):
-            raise ValueError(f"all_reduce of {tensors[0].dtype} by {kind_of(op)}: expected integers or bool")
-        known = None if bitwise is not None else reduce_op(op)
-
-        def call(comm: Communicator, stream: Stream, staging: Staging) -> None:
-            for tensor in tensors:
-                buffer = staging.inp(tensor)
-                if known is not None:
-                    comm.all_reduce(buffer, buffer, known, stream=stream)
-                else:
-                    rows = staging.new(self.size() * tensor.numel(), tensor)
-                    comm.all_gather(rows, buffer, stream=stream)
-                    stream.submit(functools.partial(_combine, buffer, rows.view(comm.size, *tensor.shape), bitwise))
-                staging.copy_out(tensor, buffer)
-
-        return call
+        return self._launch(found[0], _reduce_in_place(found, opts.reduceOp), found, opts)
 
     def reduce(self, tensors: Any, *args: Any, **given: Any) -> ProcessGroupWork:
         """The tensor reduced over the ranks, on rank `root`, in place."""
         opts = options(ReduceOptions, ("root", "op", "timeout"), args, given)
-        tensor, root, op = one("reduce", tensors), self._checked_root("reduce", opts.rootRank), reduce_op(opts.reduceOp)
+        tensor, root = one("reduce", tensors), self._checked_root("reduce", opts.rootRank)
+        op = reduce_op("reduce", opts.reduceOp, [tensor])
 
         def call(comm: Communicator, stream: Stream, staging: Staging) -> None:
             buffer = staging.inp(tensor)
-            comm.reduce(buffer if comm.rank == root else None, buffer, op, root, stream=stream)
+            reduced(comm, stream, staging, buffer, op, root)
             if comm.rank == root:
                 staging.copy_out(tensor, buffer)
 
@@ -274,8 +258,8 @@ class ProcessGroupShardrt(NamedGroup):
     def reduce_scatter(self, outputs: Any, inputs: Any, *args: Any, **given: Any) -> ProcessGroupWork:
         """Tensor r of the ranks' lists, reduced over them, on rank r."""
         opts = options(ReduceScatterOptions, ("op", "timeout"), args, given)
-        out, op = one("reduce_scatter", outputs), reduce_op(opts.reduceOp)
-        inps = row("reduce_scatter", inputs, self.size(), out)
+        out = one("reduce_scatter", outputs)
+        inps, op = row("reduce_scatter", inputs, self.size(), out), reduce_op("reduce_scatter", opts.reduceOp, [out])
         if inps[self.rank()].numel() != out.numel():
             raise ValueError(
                 f"reduce_scatter: expected an output of {inps[self.rank()].numel()} elements, as many as tensor {self.rank()} "
@@ -286,7 +270,7 @@ class ProcessGroupShardrt(NamedGroup):
 
         def call(comm: Communicator, stream: Stream, staging: Staging) -> None:
             whole = staging.joined(inps)
-            comm.all_reduce(whole, whole, op, stream=stream)
+            all_reduced(comm, stream, staging, whole, op)
             first = sum(inp.numel() for inp in inps[: comm.rank])
             staging.copy_parts([out], whole[first : first + out.numel()])
 
@@ -295,7 +279,8 @@ class ProcessGroupShardrt(NamedGroup):
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, *args: Any, **given: Any) -> ProcessGroupWork:
         """Of each tensor, block r, reduced over the ranks, on rank r."""
         opts = options(ReduceScatterOptions, ("op", "timeout"), args, given)
-        outs, inps, op = some("reduce_scatter", outputs), some("reduce_scatter", inputs), reduce_op(opts.reduceOp)
+        outs, inps = some("reduce_scatter", outputs), some("reduce_scatter", inputs)
+        op = reduce_op("reduce_scatter", opts.reduceOp, outs)
         for out, inp in zip(outs, inps, strict=True):
             if out.dtype != inp.dtype or inp.numel() != self.size() * out.numel():
                 raise ValueError(
@@ -306,7 +291,7 @@ class ProcessGroupShardrt(NamedGroup):
         def call(comm: Communicator, stream: Stream, staging: Staging) -> None:
             for out, inp in zip(outs, inps, strict=True):
                 received = staging.out(out)
-                comm.reduce_scatter(received, staging.inp(inp), op, stream=stream)
+                reduce_scattered(comm, stream, staging, received, staging.inp(inp), op)
                 staging.copy_out(out, received)
 
         return self._launch(outs[0], call, outs, opts)
@@ -414,8 +399,16 @@ class ProcessGroupShardrt(NamedGroup):
         return rank
 
 
-def _combine(out: torch.Tensor, rows: torch.Tensor, combine: Any) -> None:
-    out.copy_(functools.reduce(combine, rows.unbind()))
+def _reduce_in_place(tensors: Tensors, torch_op: Any) -> Any:
+    op = reduce_op("all_reduce", torch_op, tensors)
+
+    def call(comm: Communicator, stream: Stream, staging: Staging) -> None:
+        for tensor in tensors:
+            buffer = staging.inp(tensor)
+            all_reduced(comm, stream, staging, buffer, op)
+            staging.copy_out(tensor, buffer)
+
+    return call
 
 
 def _gather_into_lists(pairs: Sequence[tuple[Tensors, torch.Tensor]]) -> Any:
@@ -431,7 +424,7 @@ def _gather_into_lists(pairs: Sequence[tuple[Tensors, torch.Tensor]]) -> Any:
 def _reduce_lists(out: torch.Tensor, inps: Tensors, op: Any) -> Any:
     def call(comm: Communicator, stream: Stream, staging: Staging) -> None:
         received = staging.out(out)
-        comm.reduce_scatter(received, staging.joined(inps), op, stream=stream)
+        reduce_scattered(comm, stream, staging, received, staging.joined(inps), op)
         staging.copy_out(out, received)
 
     return call

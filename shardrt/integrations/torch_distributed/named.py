@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 from torch.distributed.distributed_c10d import ProcessGroup, Store
 
@@ -62,6 +64,11 @@ class NamedGroup(ProcessGroup):
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: communicators number their calls."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Do nothing: the watchdog has one limit for all calls, SHARDRT_TIMEOUT."""
+
+    _set_default_timeout = set_timeout
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Do nothing: the ranks are connected."""
