@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import (
 from ... import comm as runtime
 from ...comm import Communicator, Stream
 from .arguments import counts, dense, equal_sizes, one, options, reduce_op, row, some
+from .dispatch import dispatched
 from .lane import DeviceLane, HostLane
 from .named import NamedGroup
 from .reductions import all_reduced, reduce_scattered, reduced
@@ -99,6 +100,7 @@ class ProcessGroupShardrt(NamedGroup):
 
     # ------------------------------------------------------------------ one tensor for all
 
+    @dispatched("broadcast", 1)
     def broadcast(self, tensors: Any, *args: Any, **given: Any) -> ProcessGroupWork:
         """Rank `root`'s tensor, on every rank."""
         opts = options(BroadcastOptions, ("root", "timeout"), args, given)
@@ -111,18 +113,21 @@ class ProcessGroupShardrt(NamedGroup):
 
         return self._launch(tensor, call, [tensor], opts)
 
+    @dispatched("all_reduce", 1)
     def allreduce(self, tensors: Any, *args: Any, **given: Any) -> ProcessGroupWork:
         """The tensor reduced over the ranks, on every rank, in place."""
         opts = options(AllreduceOptions, ("op", "timeout"), args, given)
         tensor = one("all_reduce", tensors)
         return self._launch(tensor, _reduce_in_place([tensor], opts.reduceOp), [tensor], opts)
 
+    @dispatched("all_reduce", 1)
     def allreduce_coalesced(self, tensors: Any, *args: Any, **given: Any) -> ProcessGroupWork:
         """Each tensor reduced over the ranks, on every rank, in place."""
         opts = options(AllreduceCoalescedOptions, ("op", "timeout"), args, given)
         found = some("all_reduce", [tensors] if isinstance(tensors, torch.Tensor) else tensors)
         return self._launch(found[0], _reduce_in_place(found, opts.reduceOp), found, opts)
 
+    @dispatched("reduce", 1)
     def reduce(self, tensors: Any, *args: Any, **given: Any) -> ProcessGroupWork:
         """The tensor reduced over the ranks, on rank `root`, in place."""
         opts = options(ReduceOptions, ("root", "op", "timeout"), args, given)
@@ -137,6 +142,7 @@ class ProcessGroupShardrt(NamedGroup):
 
         return self._launch(tensor, call, [tensor], opts)
 
+    @dispatched("barrier", 0)
     def barrier(self, *args: Any, **given: Any) -> ProcessGroupWork:
         """Done once every rank has called it. On `opts.device`; if torch gives none, on the host."""
         opts = options(BarrierOptions, ("timeout",), args, given)
@@ -149,6 +155,7 @@ class ProcessGroupShardrt(NamedGroup):
 
     # ------------------------------------------------------------------ gathers and scatters
 
+    @dispatched("all_gather", 2)
     def allgather(self, outputs: Any, inputs: Any, *args: Any, **given: Any) -> ProcessGroupWork:
         """Every rank's tensor, in a list in rank order."""
         opts = options(AllgatherOptions, ("timeout",), args, given)
@@ -173,6 +180,7 @@ class ProcessGroupShardrt(NamedGroup):
 
         return call
 
+    @dispatched("all_gather", 2)
     def allgather_coalesced(self, output_lists: Any, inputs: Any, *args: Any, **given: Any) -> ProcessGroupWork:
         """Every rank's tensors, each in a list in rank order.
 
@@ -189,6 +197,7 @@ class ProcessGroupShardrt(NamedGroup):
             pairs.append((outs, inp))
         return self._launch(found[0], _gather_into_lists(pairs), [out for outs, _ in pairs for out in outs], opts)
 
+    @dispatched("all_gather", 2)
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, *args: Any, **given: Any) -> ProcessGroupWork:
         """Every rank's tensors, each one after the other in rank order in a tensor of its own."""
         opts = options(AllgatherOptions, ("timeout",), args, given)
@@ -210,12 +219,14 @@ class ProcessGroupShardrt(NamedGroup):
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
+    @dispatched("all_gather", 2)
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, *args: Any, **given: Any) -> ProcessGroupWork:
         """Every rank's tensor, one after the other in rank order, in one tensor."""
         return self.all_gather_single_coalesced([output], [input], *args, **given)
 
     _allgather_base = all_gather_single
 
+    @dispatched("gather", 2)
     def gather(self, outputs: Any, inputs: Any, *args: Any, **given: Any) -> ProcessGroupWork:
         """Every rank's tensor, in a list in rank order, on rank `root`; elsewhere the list is empty."""
         opts = options(GatherOptions, ("root", "timeout"), args, given)
@@ -230,6 +241,7 @@ class ProcessGroupShardrt(NamedGroup):
 
         return self._launch(inp, call, outs, opts)
 
+    @dispatched("scatter", 2)
     def scatter(self, outputs: Any, inputs: Any, *args: Any, **given: Any) -> ProcessGroupWork:
         """Tensor r of rank `root`'s list, on rank r; elsewhere the list is empty."""
         opts = options(ScatterOptions, ("root", "timeout"), args, given)
@@ -255,6 +267,7 @@ class ProcessGroupShardrt(NamedGroup):
 
     # ------------------------------------------------------------------ reductions of parts, and exchanges
 
+    @dispatched("reduce_scatter", 2)
     def reduce_scatter(self, outputs: Any, inputs: Any, *args: Any, **given: Any) -> ProcessGroupWork:
         """Tensor r of the ranks' lists, reduced over them, on rank r."""
         opts = options(ReduceScatterOptions, ("op", "timeout"), args, given)
@@ -276,6 +289,7 @@ class ProcessGroupShardrt(NamedGroup):
 
         return self._launch(out, call, [out], opts)
 
+    @dispatched("reduce_scatter", 2)
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, *args: Any, **given: Any) -> ProcessGroupWork:
         """Of each tensor, block r, reduced over the ranks, on rank r."""
         opts = options(ReduceScatterOptions, ("op", "timeout"), args, given)
@@ -298,6 +312,7 @@ class ProcessGroupShardrt(NamedGroup):
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
+    @dispatched("reduce_scatter", 2)
     def reduce_scatter_single(
         self, outputTensor: torch.Tensor, inputTensor: torch.Tensor, *args: Any, **given: Any
     ) -> ProcessGroupWork:
@@ -306,6 +321,7 @@ class ProcessGroupShardrt(NamedGroup):
 
     _reduce_scatter_base = reduce_scatter_single
 
+    @dispatched("all_to_all", 2)
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -333,6 +349,7 @@ class ProcessGroupShardrt(NamedGroup):
 
     alltoall_base = all_to_all_single
 
+    @dispatched("all_to_all", 2)
     def alltoall(self, outputs: Any, inputs: Any, *args: Any, **given: Any) -> ProcessGroupWork:
         """Tensor p of the inputs goes to rank p, tensor p of the outputs comes from it."""
         opts = options(AllToAllOptions, ("timeout",), args, given)
@@ -349,16 +366,19 @@ class ProcessGroupShardrt(NamedGroup):
 
     # ------------------------------------------------------------------ messages
 
+    @dispatched("send", 1)
     def send(self, tensors: Any, dst: int, tag: int = 0) -> ProcessGroupWork:
         """Send the tensor to rank `dst`, which receives it with the same tag."""
         tensor = one("send", tensors)
         return self._note(self._lane(tensor.device).send(tensor, self._checked_root("send", dst), tag))
 
+    @dispatched("recv", 1)
     def recv(self, tensors: Any, src: int, tag: int = 0) -> ProcessGroupWork:
         """Receive the tensor from rank `src`, which sends it with the same tag."""
         tensor = one("recv", tensors)
         return self._note(self._lane(tensor.device).recv(tensor, self._checked_root("recv", src), tag))
 
+    @dispatched("recv", 1)
     def recv_anysource(self, tensors: Any, tag: int = 0) -> ProcessGroupWork:
         """Receive the tensor from whichever rank sends one with this tag: `Work.source_rank` says which."""
         tensor = one("recv", tensors)

@@ -16,6 +16,7 @@ class NamedGroup(ProcessGroup):
     def __init__(self, store: Store, rank: int, size: int, name: str) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # the form with a store is for torch's own groups
         self._store, self._name, self._desc = store, name, "undefined"
+        self.caller_of_ops = ProcessGroup(rank, size)  # type: ignore[call-arg]
 
     def getBackendName(self) -> str:
         """The name that torch knows the backend by."""
