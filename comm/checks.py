@@ -11,6 +11,15 @@ from .calls import FLOATS, REDUCIBLE, Op, PreMulSum, ReduceOp
 from .control import ControlPlane
 
 
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or an alias that no autograd knows, and that a thread outside `torch.inference_mode` may write to."""
+    if tensor.is_inference():
+        with torch.inference_mode(False):
+            made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            return made.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
 def raise_bad_tensors(comm: ControlPlane, name: str, out: torch.Tensor, inp: torch.Tensor) -> NoReturn:
     """Raise RuntimeError if `comm` is closed, else ValueError for the device, layout or dtype that is wrong."""
     comm.check_open(name)

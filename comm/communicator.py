@@ -27,6 +27,7 @@ from .checks import (
     check_rank,
     check_reducible,
     checked_counts,
+    plain,
     raise_bad_size,
     raise_bad_tensors,
     tensor_of_root,
@@ -232,9 +233,7 @@ class Communicator(ControlPlane):
                 f"{name} on {self}: expected a stream of {self.device}, found a {type(stream).__name__} on {stream.device}; "
                 f"use new_stream(torch.device('{self.device}'), ...)"
             )
-        # No gradient goes through a collective.
-        out = out.detach() if out is not None and out.requires_grad else out
-        inp = inp.detach() if inp is not None and inp.requires_grad else inp
+        out, inp = out if out is None else plain(out), inp if inp is None else plain(inp)
         call = CollectiveCall(self, self._number, name, out, inp, args, stream, now.subject)
         self._number += name not in ("send", "recv")  # not every rank makes those
         if self._group is not None:

@@ -187,6 +187,19 @@ def test_windows_and_ordinary_buffers_mix(world: World) -> None:
         assert same(out, fold(rows, ReduceOp.SUM)[world.rank * n : (world.rank + 1) * n])
 
 
+@every_path
+@on_ranks(2, 4)
+def test_tensors_of_inference_mode(world: World, nodes: str, threaded: bool) -> None:
+    """The stream's thread is outside of the mode, and so may the caller be."""
+    with path(world, nodes, threaded=threaded) as (comm, stream):
+        with torch.inference_mode():
+            tensor = torch.ones(1009)
+            comm.all_reduce(tensor, tensor, ReduceOp.SUM, stream=stream)
+            stream.synchronize()
+        comm.all_reduce(tensor, tensor, ReduceOp.SUM, stream=stream).synchronize()
+        assert tensor.eq(world.size**2).all()
+
+
 @pytest.mark.parametrize("threaded", [False, True], ids=["inline", "threaded"])
 @on_ranks(1, 2, 3, 4)
 def test_moves(world: World, threaded: bool) -> None:

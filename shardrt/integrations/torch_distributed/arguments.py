@@ -9,7 +9,9 @@ import torch
 from torch.distributed import ReduceOp as TorchOp
 
 from ...comm import PreMulSum, ReduceOp
-from ...comm.calls import Op
+from ...comm.calls import INTEGERS, Op
+from ...comm.checks import plain
+from .reductions import Bitwise
 
 Tensors = list[torch.Tensor]
 Options = TypeVar("Options")
@@ -22,7 +24,8 @@ _OPS: dict[Any, ReduceOp] = {
     TorchOp.MAX: ReduceOp.MAX,
     TorchOp.PRODUCT: ReduceOp.PRODUCT,
 }
-BITWISE: dict[Any, Any] = {
+_OF_BITS = INTEGERS | {torch.bool}
+_BITWISE: dict[Any, Bitwise] = {
     TorchOp.BAND: torch.bitwise_and,
     TorchOp.BOR: torch.bitwise_or,
     TorchOp.BXOR: torch.bitwise_xor,
@@ -30,17 +33,25 @@ BITWISE: dict[Any, Any] = {
 
 
 def kind_of(op: Any) -> Any:
-    """The kind of one of torch's operations; those of bits are the keys of `BITWISE`."""
+    """The kind of one of torch's operations."""
     return op if isinstance(op, _KINDS) else op.op
 
 
-def reduce_op(op: Any) -> Op:
-    """An operation of torch's as one of a communicator. Raises NotImplementedError for those of bits, and unknown ones."""
+def reduce_op(name: str, op: Any, tensors: Tensors) -> Op | Bitwise:
+    """An operation of torch's as one of a communicator, or for those of bits as a function of two tensors.
+
+    Raises NotImplementedError for unknown ones, ValueError for bits of tensors of other dtypes than integers and bool.
+    """
     kind = kind_of(op)
+    if kind in _BITWISE:
+        wrong = next((tensor for tensor in tensors if tensor.dtype not in _OF_BITS), None)
+        if wrong is not None:
+            raise ValueError(f"{name} of {wrong.dtype} by {kind}: expected integers or bool")
+        return _BITWISE[kind]
     if kind == TorchOp.PREMUL_SUM:
         return PreMulSum(float(op.factor))
     if kind not in _OPS:
-        raise NotImplementedError(f"{kind} over shardrt: expected one of {', '.join(str(known) for known in _OPS)}")
+        raise NotImplementedError(f"{kind} over shardrt: expected one of {', '.join(map(str, [*_OPS, *_BITWISE]))}")
     return _OPS[kind]
 
 
@@ -81,10 +92,10 @@ def one(name: str, tensors: Any) -> torch.Tensor:
 
 
 def dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself. Raises NotImplementedError for a sparse one."""
+    """The tensor itself, without its gradient. Raises NotImplementedError for a sparse one."""
     if tensor.layout is not torch.strided:
         raise NotImplementedError(f"{name} of a tensor of layout {tensor.layout}: expected a dense one; call to_dense() first")
-    return tensor.detach() if tensor.requires_grad else tensor
+    return plain(tensor)
 
 
 def some(name: str, tensors: Tensors) -> Tensors:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -25,15 +24,15 @@ from torch.distributed.distributed_c10d import (
 
 from ... import comm as runtime
 from ...comm import Communicator, Stream
-from ...comm.calls import INTEGERS
-from .arguments import BITWISE, counts, dense, equal_sizes, kind_of, one, options, reduce_op, row, some
+from .arguments import counts, dense, equal_sizes, one, options, reduce_op, row, some
+from .dispatch import dispatched
 from .lane import DeviceLane, HostLane
 from .named import NamedGroup
+from .reductions import all_reduced, reduce_scattered, reduced
 from .staging import Staging
 from .work import ProcessGroupWork
 
 Tensors = list[torch.Tensor]
-_BITWISE = INTEGERS | {torch.bool}
 
 
 class ProcessGroupShardrt(NamedGroup):
@@ -95,8 +94,13 @@ class ProcessGroupShardrt(NamedGroup):
         while self._lanes:
             self._lanes.popitem()[1].close()
 
+    def _get_sequence_number_for_group(self) -> int:
+        """How many calls the group's communicators have made: the same on every rank."""
+        return sum(lane.comm.number for lane in self._lanes.values())
+
     # ------------------------------------------------------------------ one tensor for all
 
+    @dispatched("broadcast", 1)
     def broadcast(self, tensors: Any, *args: Any, **given: Any) -> ProcessGroupWork:
         """Rank `root`'s tensor, on every rank."""
         opts = options(BroadcastOptions, ("root", "timeout"), args, given)
@@ -109,50 +113,36 @@ class ProcessGroupShardrt(NamedGroup):
 
         return self._launch(tensor, call, [tensor], opts)
 
+    @dispatched("all_reduce", 1)
     def allreduce(self, tensors: Any, *args: Any, **given: Any) -> ProcessGroupWork:
         """The tensor reduced over the ranks, on every rank, in place."""
         opts = options(AllreduceOptions, ("op", "timeout"), args, given)
         tensor = one("all_reduce", tensors)
-        return self._launch(tensor, self._reduce_in_place([tensor], opts.reduceOp), [tensor], opts)
+        return self._launch(tensor, _reduce_in_place([tensor], opts.reduceOp), [tensor], opts)
 
+    @dispatched("all_reduce", 1)
     def allreduce_coalesced(self, tensors: Any, *args: Any, **given: Any) -> ProcessGroupWork:
         """Each tensor reduced over the ranks, on every rank, in place."""
         opts = options(AllreduceCoalescedOptions, ("op", "timeout"), args, given)
         found = some("all_reduce", [tensors] if isinstance(tensors, torch.Tensor) else tensors)
-        return self._launch(found[0], self._reduce_in_place(found, opts.reduceOp), found, opts)
+        return self._launch(found[0], _reduce_in_place(found, opts.reduceOp), found, opts)
 
-    def _reduce_in_place(self, tensors: Tensors, op: Any) -> Any:
-        bitwise = BITWISE.get(kind_of(op))
-        if bitwise is not None and not all(tensor.dtype in _BITWISE for tensor in tensors):
-            raise ValueError(f"all_reduce of {tensors[0].dtype} by {kind_of(op)}: expected integers or bool")
-        known = None if bitwise is not None else reduce_op(op)
-
-        def call(comm: Communicator, stream: Stream, staging: Staging) -> None:
-            for tensor in tensors:
-                buffer = staging.inp(tensor)
-                if known is not None:
-                    comm.all_reduce(buffer, buffer, known, stream=stream)
-                else:
-                    rows = staging.new(self.size() * tensor.numel(), tensor)
-                    comm.all_gather(rows, buffer, stream=stream)
-                    stream.submit(functools.partial(_combine, buffer, rows.view(comm.size, *tensor.shape), bitwise))
-                staging.copy_out(tensor, buffer)
-
-        return call
-
+    @dispatched("reduce", 1)
     def reduce(self, tensors: Any, *args: Any, **given: Any) -> ProcessGroupWork:
         """The tensor reduced over the ranks, on rank `root`, in place."""
         opts = options(ReduceOptions, ("root", "op", "timeout"), args, given)
-        tensor, root, op = one("reduce", tensors), self._checked_root("reduce", opts.rootRank), reduce_op(opts.reduceOp)
+        tensor, root = one("reduce", tensors), self._checked_root("reduce", opts.rootRank)
+        op = reduce_op("reduce", opts.reduceOp, [tensor])
 
         def call(comm: Communicator, stream: Stream, staging: Staging) -> None:
             buffer = staging.inp(tensor)
-            comm.reduce(buffer if comm.rank == root else None, buffer, op, root, stream=stream)
+            reduced(comm, stream, staging, buffer, op, root)
             if comm.rank == root:
                 staging.copy_out(tensor, buffer)
 
         return self._launch(tensor, call, [tensor], opts)
 
+    @dispatched("barrier", 0)
     def barrier(self, *args: Any, **given: Any) -> ProcessGroupWork:
         """Done once every rank has called it. On `opts.device`; if torch gives none, on the host."""
         opts = options(BarrierOptions, ("timeout",), args, given)
@@ -165,6 +155,7 @@ class ProcessGroupShardrt(NamedGroup):
 
     # ------------------------------------------------------------------ gathers and scatters
 
+    @dispatched("all_gather", 2)
     def allgather(self, outputs: Any, inputs: Any, *args: Any, **given: Any) -> ProcessGroupWork:
         """Every rank's tensor, in a list in rank order."""
         opts = options(AllgatherOptions, ("timeout",), args, given)
@@ -189,6 +180,7 @@ class ProcessGroupShardrt(NamedGroup):
 
         return call
 
+    @dispatched("all_gather", 2)
     def allgather_coalesced(self, output_lists: Any, inputs: Any, *args: Any, **given: Any) -> ProcessGroupWork:
         """Every rank's tensors, each in a list in rank order.
 
@@ -205,6 +197,7 @@ class ProcessGroupShardrt(NamedGroup):
             pairs.append((outs, inp))
         return self._launch(found[0], _gather_into_lists(pairs), [out for outs, _ in pairs for out in outs], opts)
 
+    @dispatched("all_gather", 2)
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, *args: Any, **given: Any) -> ProcessGroupWork:
         """Every rank's tensors, each one after the other in rank order in a tensor of its own."""
         opts = options(AllgatherOptions, ("timeout",), args, given)
@@ -226,12 +219,14 @@ class ProcessGroupShardrt(NamedGroup):
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
+    @dispatched("all_gather", 2)
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, *args: Any, **given: Any) -> ProcessGroupWork:
         """Every rank's tensor, one after the other in rank order, in one tensor."""
         return self.all_gather_single_coalesced([output], [input], *args, **given)
 
     _allgather_base = all_gather_single
 
+    @dispatched("gather", 2)
     def gather(self, outputs: Any, inputs: Any, *args: Any, **given: Any) -> ProcessGroupWork:
         """Every rank's tensor, in a list in rank order, on rank `root`; elsewhere the list is empty."""
         opts = options(GatherOptions, ("root", "timeout"), args, given)
@@ -246,6 +241,7 @@ class ProcessGroupShardrt(NamedGroup):
 
         return self._launch(inp, call, outs, opts)
 
+    @dispatched("scatter", 2)
     def scatter(self, outputs: Any, inputs: Any, *args: Any, **given: Any) -> ProcessGroupWork:
         """Tensor r of rank `root`'s list, on rank r; elsewhere the list is empty."""
         opts = options(ScatterOptions, ("root", "timeout"), args, given)
@@ -271,11 +267,12 @@ class ProcessGroupShardrt(NamedGroup):
 
     # ------------------------------------------------------------------ reductions of parts, and exchanges
 
+    @dispatched("reduce_scatter", 2)
     def reduce_scatter(self, outputs: Any, inputs: Any, *args: Any, **given: Any) -> ProcessGroupWork:
         """Tensor r of the ranks' lists, reduced over them, on rank r."""
         opts = options(ReduceScatterOptions, ("op", "timeout"), args, given)
-        out, op = one("reduce_scatter", outputs), reduce_op(opts.reduceOp)
-        inps = row("reduce_scatter", inputs, self.size(), out)
+        out = one("reduce_scatter", outputs)
+        inps, op = row("reduce_scatter", inputs, self.size(), out), reduce_op("reduce_scatter", opts.reduceOp, [out])
         if inps[self.rank()].numel() != out.numel():
             raise ValueError(
                 f"reduce_scatter: expected an output of {inps[self.rank()].numel()} elements, as many as tensor {self.rank()} "
@@ -286,16 +283,18 @@ class ProcessGroupShardrt(NamedGroup):
 
         def call(comm: Communicator, stream: Stream, staging: Staging) -> None:
             whole = staging.joined(inps)
-            comm.all_reduce(whole, whole, op, stream=stream)
+            all_reduced(comm, stream, staging, whole, op)
             first = sum(inp.numel() for inp in inps[: comm.rank])
             staging.copy_parts([out], whole[first : first + out.numel()])
 
         return self._launch(out, call, [out], opts)
 
+    @dispatched("reduce_scatter", 2)
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, *args: Any, **given: Any) -> ProcessGroupWork:
         """Of each tensor, block r, reduced over the ranks, on rank r."""
         opts = options(ReduceScatterOptions, ("op", "timeout"), args, given)
-        outs, inps, op = some("reduce_scatter", outputs), some("reduce_scatter", inputs), reduce_op(opts.reduceOp)
+        outs, inps = some("reduce_scatter", outputs), some("reduce_scatter", inputs)
+        op = reduce_op("reduce_scatter", opts.reduceOp, outs)
         for out, inp in zip(outs, inps, strict=True):
             if out.dtype != inp.dtype or inp.numel() != self.size() * out.numel():
                 raise ValueError(
@@ -306,13 +305,14 @@ class ProcessGroupShardrt(NamedGroup):
         def call(comm: Communicator, stream: Stream, staging: Staging) -> None:
             for out, inp in zip(outs, inps, strict=True):
                 received = staging.out(out)
-                comm.reduce_scatter(received, staging.inp(inp), op, stream=stream)
+                reduce_scattered(comm, stream, staging, received, staging.inp(inp), op)
                 staging.copy_out(out, received)
 
         return self._launch(outs[0], call, outs, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
+    @dispatched("reduce_scatter", 2)
     def reduce_scatter_single(
         self, outputTensor: torch.Tensor, inputTensor: torch.Tensor, *args: Any, **given: Any
     ) -> ProcessGroupWork:
@@ -321,6 +321,7 @@ class ProcessGroupShardrt(NamedGroup):
 
     _reduce_scatter_base = reduce_scatter_single
 
+    @dispatched("all_to_all", 2)
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -348,6 +349,7 @@ class ProcessGroupShardrt(NamedGroup):
 
     alltoall_base = all_to_all_single
 
+    @dispatched("all_to_all", 2)
     def alltoall(self, outputs: Any, inputs: Any, *args: Any, **given: Any) -> ProcessGroupWork:
         """Tensor p of the inputs goes to rank p, tensor p of the outputs comes from it."""
         opts = options(AllToAllOptions, ("timeout",), args, given)
@@ -364,16 +366,19 @@ class ProcessGroupShardrt(NamedGroup):
 
     # ------------------------------------------------------------------ messages
 
+    @dispatched("send", 1)
     def send(self, tensors: Any, dst: int, tag: int = 0) -> ProcessGroupWork:
         """Send the tensor to rank `dst`, which receives it with the same tag."""
         tensor = one("send", tensors)
         return self._note(self._lane(tensor.device).send(tensor, self._checked_root("send", dst), tag))
 
+    @dispatched("recv", 1)
     def recv(self, tensors: Any, src: int, tag: int = 0) -> ProcessGroupWork:
         """Receive the tensor from rank `src`, which sends it with the same tag."""
         tensor = one("recv", tensors)
         return self._note(self._lane(tensor.device).recv(tensor, self._checked_root("recv", src), tag))
 
+    @dispatched("recv", 1)
     def recv_anysource(self, tensors: Any, tag: int = 0) -> ProcessGroupWork:
         """Receive the tensor from whichever rank sends one with this tag: `Work.source_rank` says which."""
         tensor = one("recv", tensors)
@@ -414,8 +419,16 @@ class ProcessGroupShardrt(NamedGroup):
         return rank
 
 
-def _combine(out: torch.Tensor, rows: torch.Tensor, combine: Any) -> None:
-    out.copy_(functools.reduce(combine, rows.unbind()))
+def _reduce_in_place(tensors: Tensors, torch_op: Any) -> Any:
+    op = reduce_op("all_reduce", torch_op, tensors)
+
+    def call(comm: Communicator, stream: Stream, staging: Staging) -> None:
+        for tensor in tensors:
+            buffer = staging.inp(tensor)
+            all_reduced(comm, stream, staging, buffer, op)
+            staging.copy_out(tensor, buffer)
+
+    return call
 
 
 def _gather_into_lists(pairs: Sequence[tuple[Tensors, torch.Tensor]]) -> Any:
@@ -431,7 +444,7 @@ def _gather_into_lists(pairs: Sequence[tuple[Tensors, torch.Tensor]]) -> Any:
 def _reduce_lists(out: torch.Tensor, inps: Tensors, op: Any) -> Any:
     def call(comm: Communicator, stream: Stream, staging: Staging) -> None:
         received = staging.out(out)
-        comm.reduce_scatter(received, staging.joined(inps), op, stream=stream)
+        reduce_scattered(comm, stream, staging, received, staging.joined(inps), op)
         staging.copy_out(out, received)
 
     return call

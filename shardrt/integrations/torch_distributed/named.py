@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 from torch.distributed.distributed_c10d import ProcessGroup, Store
 
@@ -14,6 +16,7 @@ class NamedGroup(ProcessGroup):
     def __init__(self, store: Store, rank: int, size: int, name: str) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # the form with a store is for torch's own groups
         self._store, self._name, self._desc = store, name, "undefined"
+        self.caller_of_ops = ProcessGroup(rank, size)  # type: ignore[call-arg]
 
     def getBackendName(self) -> str:
         """The name that torch knows the backend by."""
@@ -62,6 +65,11 @@ class NamedGroup(ProcessGroup):
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: communicators number their calls."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Do nothing: the watchdog has one limit for all calls, SHARDRT_TIMEOUT."""
+
+    _set_default_timeout = set_timeout
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Do nothing: the ranks are connected."""

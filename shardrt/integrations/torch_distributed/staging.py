@@ -55,7 +55,8 @@ class Staging:
         self._stream.submit(partial(_part, tensors, received))
 
     def _new(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        return torch.empty(numel, dtype=like.dtype, device=like.device)
+        with torch.inference_mode(False):  # other threads write to it
+            return torch.empty(numel, dtype=like.dtype, device=like.device)
 
 
 @torch.no_grad()

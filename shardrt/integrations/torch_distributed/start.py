@@ -13,6 +13,7 @@ from torch.distributed import Store, TCPStore
 from ... import comm
 from ...comm import DeviceMesh, World
 from ...comm.bootstrap import at_finalize
+from . import comm_hooks
 from .group import ProcessGroupShardrt
 from .named import BACKEND
 
@@ -38,6 +39,7 @@ def init_process_group(device: str | torch.device | None = None, *, timeout: tim
             f"init_process_group on rank {world.rank}: rank {has_group.index(True)} has a default process group already; call "
             "torch.distributed.destroy_process_group() first"
         )
+    comm_hooks.install()
     given: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     dist.init_process_group(BACKEND, store=_store(world, **given), rank=world.rank, world_size=world.size, **given)
     return world

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from threading import Thread
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch.distributed.distributed_c10d import Work
@@ -14,6 +16,7 @@ from torch.distributed.distributed_c10d import Work
 from ...comm import Event, Stream, current_stream
 
 _NAP_S = 0.0002
+_MOST_UNCLAIMED = 64
 
 
 class LaunchedPart(Protocol):
@@ -45,19 +48,42 @@ class LaunchedCollective:
         return self._event.query()
 
 
+class _CallFuture(torch.futures.Future[Any]):
+    """A future on which Python code waits as on its work, so that the watchdog sees whom it waits for."""
+
+    parts: Sequence[LaunchedPart] = ()
+
+    def wait(self) -> Any:
+        with suppress(Exception):  # the future raises it as well
+            for part in self.parts:
+                part.wait()
+        return super().wait()
+
+
 class ProcessGroupWork(Work):
     """The work of one call. A call without `async_op` is done, or ordered on the caller's stream, when it returns.
 
     result: the tensors that the call has written, as torch's futures have them.
     """
 
+    _unclaimed: ClassVar[deque[ProcessGroupWork]] = deque(maxlen=_MOST_UNCLAIMED)  # the newest that Python code has dropped
+
     def __init__(self, parts: Sequence[LaunchedPart], result: list[torch.Tensor], device: torch.device) -> None:
         super().__init__()
         self.parts, self._result, self._device = list(parts), result, device
-        self._future: torch.futures.Future[Any] | None = None
+        self._future: _CallFuture | None = None
+        self._is_claimed = False  # whether anybody has waited for it, or has its future
+        self._is_collective = all(isinstance(part, LaunchedCollective) for part in parts)
+
+    def __del__(self) -> None:
+        # Hazard: a caller in C++, such as DistributedDataParallel's reducer for `join`, keeps only torch's half of a work that
+        # was returned to Python code; without this half, its wait never ends. It waits, then asks for the future.
+        if not self._is_claimed and self._is_collective:
+            self._unclaimed.append(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Order the caller's stream after the call; on the host, block the caller. The watchdog has the time limit."""
+        self._is_claimed = True
         for part in self.parts:
             part.wait()
         return True
@@ -106,7 +132,11 @@ class ProcessGroupWork(Work):
         """
         if self._future is None:
             on_cuda = self._device.type == "cuda"
-            self._future = torch.futures.Future(devices=[self._device] if on_cuda else None)
+            self._future = _CallFuture(devices=[self._device] if on_cuda else None)
+            self._future.parts = self.parts
+            self._is_claimed = True
+            with suppress(ValueError):
+                self._unclaimed.remove(self)
             if on_cuda:
                 with torch.cuda.stream(torch.cuda.Stream(self._device)):  # the caller's does not wait
                     self.wait()
