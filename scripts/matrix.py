@@ -33,7 +33,7 @@ from common.models import GPT, GPTConfig, next_byte_loss, shard
 from common.parallel import gpt_plan
 from shardrt import checkpoint
 from shardrt.comm import DeviceMesh, World
-from shardrt.parallel import context_parallel, context_parallel_shard, cross_entropy, parallelize_module
+from shardrt.parallel import SummedGradients, context_parallel, context_parallel_shard, cross_entropy, parallelize_module
 
 if TYPE_CHECKING:
     from common.stages import Pipeline
@@ -208,6 +208,7 @@ def adapted(plan: dict[str, Any]) -> dict[str, Any]:
         "blocks.*.attention.qkv.lora_B.default": colwise,
         "blocks.*.attention.out.base_layer": rowwise,
         "blocks.*.attention.out.lora_A.default": rowwise,
+        "blocks.*.attention.out.lora_B.default": SummedGradients(),  # a stage returns a part of the tokens
     }
 
 

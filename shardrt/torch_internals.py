@@ -105,7 +105,8 @@ def is_torch_node(node: Node) -> bool:
 
 def leaf_of(node: Node | None) -> torch.Tensor | None:
     """The leaf whose gradient a node of a graph accumulates; None for another node."""
-    return node.variable if type(node) is torch._C._functions.AccumulateGrad else None
+    accumulates: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+    return getattr(node, "variable", None) if type(node) is accumulates else None
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:

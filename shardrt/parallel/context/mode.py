@@ -76,7 +76,7 @@ def context_parallel(
     queries, keys or values of other sizes, heads that "ulysses" cannot divide, and whatever differs between ranks;
     NotImplementedError for attn_mask, dropout with another method than "ulysses", `F.multi_head_attention_forward` and torch's
     flex_attention, in whose place is `shardrt.parallel.flex_attention`; RuntimeError where another rank failed otherwise.
-    TypeError where `mesh` is none. Warns at the end, on the first of several ranks, of writes into buffers that are restored,
+    TypeError where `mesh` is none. With several ranks, each warns at the end of writes into buffers that are restored,
     and of what saw the local tokens alone: matrix products without attention that is replaced, convolutions, recurrences and
     running sums along the tokens, and positions that a model makes by itself (docs/context_parallel.md).
     """
@@ -90,7 +90,7 @@ def context_parallel(
         mode = _Mode(ring, settings)
         with _cut_in_place(ring, given, settings.cut) as written, _replaced_attention(mode):
             yield
-        if ring.size > 1 and ring.rank == 0:
+        if ring.size > 1:
             for text in filter(None, (mode.local_calls.told(), written())):
                 warnings.warn(f"context_parallel on {mesh}: {text}", stacklevel=3)
     finally:
