@@ -103,6 +103,7 @@ class ControlPlane:
 
     def compare_in_call(self, fingerprint: int, describe: Callable[[], T]) -> list[T] | None:
         """`compare` for hooks, and for `watched` blocks: as part of the call that they belong to, which the watchdog sees."""
+        self.check_open("compare")
         try:
             return self.backend.compare(fingerprint, describe)
         except BaseException as error:
@@ -111,6 +112,7 @@ class ControlPlane:
 
     def swap_numbers_in_call(self, numbers: Sequence[int]) -> list[int]:
         """Send each rank a number; returns those received, in rank order. For hooks, as `compare_in_call`."""
+        self.check_open("swap_numbers")
         return self.backend.swap_numbers(numbers)
 
     def split(self, color: int | None, key: int, name: str) -> Self | None:

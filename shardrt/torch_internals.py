@@ -1,13 +1,15 @@
 """The private names of torch that shardrt uses. The oldest torch of setup.cfg has them all, but for `_swap_data_ptr_`.
 
 Two more are in `kernels/cuda.py` and `comm/streams.py`, which import nothing of shardrt: `TensorGuards` and
-`_cuda_getCurrentRawStream`, which Triton's launcher takes as well.
+`_cuda_getCurrentRawStream`, which Triton's launcher takes as well. What only `integrations/torch_distributed` needs, to stand
+in for torch's own groups, is there: `comm_hooks.py`, `dispatch.py`.
 
 | function                         | private name                                   |
 |----------------------------------|------------------------------------------------|
 | `current_backward`               | `torch._C._current_graph_task_id`              |
 | `queue_backward_callback`        | `Variable._execution_engine`                   |
 | `nodes_made`                     | `torch._C._autograd._get_sequence_nr`          |
+| `leaf_of`                        | `torch._C._functions.AccumulateGrad`           |
 | `wanted`                         | `torch._C._will_engine_execute_node`           |
 | `surround_functions`             | `torch.autograd.function._SingleLevelFunction` |
 | `may_be_kept`, `grad_hooks`      | `Tensor._backward_hooks`                       |

@@ -246,6 +246,19 @@ ALLOWED = {
     },
     "kernels/host.py": {"torch._foreach_add_", "torch._foreach_copy_", "torch._foreach_norm"},
     "kernels/norm.py": {"torch._foreach_mul_"},
+    "shardrt/integrations/torch_distributed/comm_hooks.py": {
+        "torch.nn.parallel.DistributedDataParallel._register_builtin_comm_hook",
+    },
+    "shardrt/integrations/torch_distributed/dispatch.py": {
+        "torch._C.DispatchKeySet",
+        "torch._C._ExcludeDispatchKeyGuard",
+        "torch._C._IncludeDispatchKeyGuard",
+        "torch._C._autograd._profiler_enabled",
+        "torch._C._disabled_torch_dispatch_impl",
+        "torch._C._len_torch_dispatch_stack",
+        "torch._C._parse_dispatch_key",
+        "torch._subclasses.fake_tensor.FakeTensor",
+    },
 }
 OF_INSTANCES = {  # as written, and where it belongs
     "_backward_hooks": "torch.Tensor",
