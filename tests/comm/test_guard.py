@@ -238,7 +238,8 @@ def test_a_rank_that(name: str, running: dict[str, subprocess.Popen[str]]) -> No
     _, err = running[name].communicate(timeout=DEADLINE_S)
     job = JOBS[name]
     assert running[name].returncode == job.code, err
-    lines = err.splitlines()
+    # On a busy machine a rank may be waited for a little longer first.
+    lines = [line for line in err.splitlines() if "waiting on, for up to" not in line]
     assert len(lines) == len(job.lines), err
     for line, pattern in zip(lines, job.lines, strict=True):
         assert re.fullmatch(pattern, line), err
