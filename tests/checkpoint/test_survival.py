@@ -57,9 +57,15 @@ def test_a_group_leaves_with_a_rank_of_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("width", [64, 2400])  # files of one message, and of two
 def test_copies_outlive_nodes(tmp_path: Path, width: int) -> None:
     """Each rank has a /dev/shm of its own, which goes with it."""
-    done = run_job(tmp_path, "--apart", "--width", str(width), "--rows", "12", "--fault", "1:kill:5:5")
+    for attempt in range(3):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        done = run_job(folder, "--apart", "--width", str(width), "--rows", "12", "--fault", "1:kill:5:5", timeout="30")
+        # Hazard: of a rank that dies amid a large message, Open MPI does not always tell those that wait for the rest of it.
+        if done.returncode == 0 or "waited" not in done.stderr:
+            break
     assert done.returncode == 0, done.stderr
-    events = [[json.loads(line) for line in (tmp_path / f"events-{rank}").read_text().splitlines()] for rank in (0, 2, 3)]
+    events = [[json.loads(line) for line in (folder / f"events-{rank}").read_text().splitlines()] for rank in (0, 2, 3)]
     assert len({each[-1]["digest"] for each in events}) == 1
     steps = [event["step"] for event in events[0] if "step" in event and event["ranks"] == 3]
     assert steps == list(range(steps[0], 12))
@@ -73,14 +79,15 @@ def test_every_group_has_lost_a_rank(tmp_path: Path) -> None:
     assert "each group of 2 ranks (Survival.group) has lost some" in done.stderr
 
 
-def run_job(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run the job of survival.py on 4 ranks, with copies every 3 steps."""
+def run_job(folder: Path, *options: str, timeout: str = "600") -> subprocess.CompletedProcess[str]:
+    """Run the job of survival.py on 4 ranks, with copies every 3 steps.   timeout: seconds, SHARDRT_TIMEOUT."""
     if launch.loaded_mpi() is not launch.Mpi.OPEN_MPI:
         pytest.skip("only Open MPI's ranks outlive others")
     script = Path(shardrt.__file__).parents[1] / "scripts" / "bench" / "survival_job.py"
     line = [sys.executable, "-m", "shardrt.launch", "--survive", "-n", "4", str(script), "--folder", str(folder)]
     line += ["--survive", "--copies", "3", *options]
-    return subprocess.run(line, env=os.environ | rank_environment(), capture_output=True, text=True, check=False)
+    environment = os.environ | rank_environment() | {"SHARDRT_TIMEOUT": timeout}
+    return subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.mpi
