@@ -148,15 +148,9 @@ class Divided(Side):
         part = CONTEXT // self.dimensions.cp
         rows = ROWS // (int(self.mesh["dp"].size) * MICROBATCHES)
         tokens = torch.empty(rows, part, dtype=torch.int64, device="meta")
-        shape = rows, part // self.dimensions.tp, self.world_config.channels
+        shape = rows, part // self.dimensions.tp, config(experts=self.dimensions.ep > 1).channels
         activations = torch.empty(shape, dtype=torch.float64, device="meta", requires_grad=True)
-        return Pipeline(
-            self.model, self.mesh["pp"], lambda out, wanted: self.loss(out, wanted), MICROBATCHES, (tokens, activations)
-        )
-
-    @property
-    def world_config(self) -> GPTConfig:
-        return config(experts=self.dimensions.ep > 1)
+        return Pipeline(self.model, self.mesh["pp"], self.loss, MICROBATCHES, (tokens, activations))
 
     def _batch(self, key: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dp, positions = self.mesh["dp"], torch.arange(CONTEXT)
@@ -369,7 +363,7 @@ def checkpoints(make: Make) -> None:
     train(plain, ours, range(2), optimizers)
     with shared_folder(ours.world) as folder:
         checkpoint.save(folder / "a", {"model": ours.model, "optimizer": optimizers[1]})
-        other = Divided(ours.world, GPT(ours.world_config, seed=5).double(), Dimensions("FSDP"))
+        other = Divided(ours.world, GPT(config(experts=ours.dimensions.ep > 1), seed=5).double(), Dimensions("FSDP"))
         of_other = adamw(other)
         checkpoint.load(folder / "a", {"model": other.model, "optimizer": of_other})
         train(plain, other, range(2, 3), [optimizers[0], of_other])

@@ -185,8 +185,7 @@ class Trainer:
         """One optimizer step on global batch `step`."""
         with self.sequences():
             loss = self.micro_batches.step(*self.batch(self.corpus.train, step))
-        stages = self.mesh["pp"] if self.options.pp > 1 else None
-        norm = shardrt.clip_grad_norm_(self.model.parameters(), self.options.clip, pp_mesh=stages)
+        norm = shardrt.clip_grad_norm_(self.model.parameters(), self.options.clip)
         lr = learning_rate(self.options, step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr

@@ -57,12 +57,13 @@ def test_a_group_leaves_with_a_rank_of_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("width", [64, 2400])  # files of one message, and of two
 def test_copies_outlive_nodes(tmp_path: Path, width: int) -> None:
     """Each rank has a /dev/shm of its own, which goes with it."""
-    for attempt in range(3):
+    for attempt in range(5):
         folder = tmp_path / str(attempt)
         folder.mkdir()
         done = run_job(folder, "--apart", "--width", str(width), "--rows", "12", "--fault", "1:kill:5:5", timeout="30")
-        # Hazard: of a rank that dies amid a large message, Open MPI does not always tell those that wait for the rest of it.
-        if done.returncode == 0 or "waited" not in done.stderr:
+        # Hazard: when a rank dies amid a large message, Open MPI 5.0.11 may leave another one in it for ever, without a word of
+        # the loss, or abort it ("Send error after request freed"): then nothing of ours has run yet.
+        if done.returncode == 0 or not ("waited" in done.stderr or "MPI_ERR_REQUEST" in done.stderr):
             break
     assert done.returncode == 0, done.stderr
     events = [[json.loads(line) for line in (folder / f"events-{rank}").read_text().splitlines()] for rank in (0, 2, 3)]
