@@ -7,6 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +264,19 @@ def test_errors_are_one_line(stock: Path, tmp_path: Path, capsys: pytest.Capture
         assert not out
     assert not (tmp_path / "x").exists()
     assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_what_a_file_with_foreign_objects_is_told(is_zip: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """How to save it again, and not how to load it without protection."""
+    state = {"model": {"w": torch.ones(2)}, "args": Namespace(lr=0.1)}
+    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=is_zip)
+    assert call("convert", tmp_path / "old.pt", tmp_path / "new", "--to", "dcp") == 1
+    err = capsys.readouterr().err
+    assert re.search(
+        r"'.*/old.pt'.* its pickle refers to argparse\.Namespace, .*; refused\. If the file is yours, save", err
+    ), err
+    assert "weights_only" not in err
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,6 +93,56 @@ def copied(world: World, folder: Path, name: str, *damaged: int, kind: str = "fl
             KINDS[kind](folder / name / name_of(number), f"__{world.size - 1}_0.distcp")
     world.barrier()
     return folder / name
+
+
+@on_ranks(1, 2)
+def test_a_flipped_bit_anywhere_in_a_checkpoint(world: World) -> None:
+    """What is loaded are the values that were saved, or all ranks raise that the checkpoint is damaged."""
+
+    def small() -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        shardrt.fully_shard(model)
+        own = {"batch": 7 + world.rank, "order": torch.arange(4)}
+        return {
+            "model": model,
+            "optimizer": torch.optim.SGD(model.parameters(), momentum=0.9),
+            "loader": checkpoint.PerRank(own),
+        }
+
+    def loaded(folder: Path) -> str:
+        state = small()
+        for param in state["model"].parameters():
+            nn.init.zeros_(param)
+        state["loader"] = checkpoint.PerRank({})
+        run = shardrt.Run(folder, state)
+        run._load(folder / name_of(1))
+        return repr((values_of(state), state["optimizer"].state_dict(), state["loader"].value, run.done))
+
+    with shared_folder(world) as folder:
+        state, kinds = small(), Counter[str]()
+        with shardrt.Run(folder, state) as run:
+            for _ in run.steps(1):
+                state["model"](torch.ones(2, 3)).sum().backward()
+                state["optimizer"].step()
+        expected = loaded(folder)
+        for file in sorted((folder / name_of(1)).iterdir()):
+            data = file.read_bytes()
+            for place in range(0, 8 * len(data), 8 * len(data) // 60 | 1):
+                flipped = data[: place // 8] + bytes([data[place // 8] ^ 1 << place % 8]) + data[place // 8 + 1 :]
+                world.barrier()
+                if world.rank == 0:
+                    file.write_bytes(flipped)
+                world.barrier()
+                try:
+                    assert loaded(folder) == expected, (file.name, place)
+                    kinds["sound"] += 1
+                except DamagedCheckpointError:
+                    kinds["damaged"] += 1
+            world.barrier()
+            if world.rank == 0:
+                file.write_bytes(data)
+        assert kinds["damaged"] > kinds["sound"] > 0
 
 
 @on_ranks(1, 3)

@@ -19,7 +19,7 @@ import torch
 from ..disk.files import METADATA, Reader
 from ..disk.remote_path import Location
 from ..disk.storage import on_disk
-from ..errors import CheckpointError, reason, shown
+from ..errors import CheckpointError, shown
 from ..formats import safetensors
 from ..formats.dcp import metadata as dcp
 from ..formats.dcp.marks import own_id
@@ -28,6 +28,7 @@ from ..formats.safetensors import INDEX_NAME, SINGLE_NAME, TensorInfo
 from ..formats.stored import Stored
 from ..formats.torch_file.archive import SIGNATURE, Archive
 from ..formats.torch_file.expansion import check_archive
+from ..formats.torch_file.pickles import refusal
 from ..loading.contents import Contents
 from ..loading.reading import fetches, read_all
 from ..state.names import Path as Keys
@@ -109,7 +110,7 @@ class TorchCheckpoint(Checkpoint):
         except CheckpointError:
             raise
         except Exception as error:
-            raise CheckpointError(f"'{path}' is no file that torch.load(weights_only=True) reads: {reason(error)}") from error
+            raise CheckpointError(f"'{path}' is no file of torch.save that can be read: {refusal(error)}") from error
         if not isinstance(tree, Mapping):
             raise CheckpointError(f"'{path}' has a {type(tree).__name__}; expected a dict, as a state dict is")
         self._values, self.paths = dict[str, Any](), dict[str, Keys]()

@@ -20,14 +20,15 @@ import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from datetime import date, time, timedelta
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 
-from ..errors import CheckpointError, DamagedCheckpointError, reason
+from ..errors import CheckpointError, DamagedCheckpointError
 from ..formats.torch_file.archive import Archive
 from ..formats.torch_file.expansion import check_archive
+from ..formats.torch_file.pickles import refusal
+from ..formats.torch_file.whole import check_whole, with_checksum
 from .stateful import has_state
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -37,7 +38,7 @@ ARRAY = "numpy.ndarray"
 def encode(name: str, value: Any) -> bytes:
     """The bytes of an object.   name: for messages. Raises CheckpointError for one that would not load without its own code."""
     try:
-        return _bytes_of(value)
+        return with_checksum(_bytes_of(value))
     except Exception as error:
         raise CheckpointError(_refusal(name, value)) from error
 
@@ -47,18 +48,17 @@ def decode(data: bytes, where: str) -> Any:
 
     where: its name in messages. Raises CheckpointError if it may not be loaded, DamagedCheckpointError if it is damaged.
     """
-    has_arrays = ARRAY.encode() in data
+    has_arrays, is_whole = ARRAY.encode() in data, check_whole(data, where)
     archive = Archive(lambda start, nbytes: data[start : start + nbytes], len(data), where)
     check_archive(archive, where, is_copied=has_arrays)
     archive.verify()
     try:
         found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except UnpicklingError as error:
-        raise CheckpointError(
-            f"{where} cannot be loaded without running code of its author, or is damaged: {reason(error)}"
-        ) from error
-    except Exception as error:  # the archive's headers, which no checksum covers
-        raise DamagedCheckpointError(f"{where} is damaged: {reason(error)}") from error
+    except Exception as error:
+        if is_whole:
+            raise CheckpointError(f"{where} cannot be loaded by torch {torch.__version__}: {refusal(error)}") from error
+        # Of other writers and earlier versions: an archive's headers, which no checksum covers.
+        raise DamagedCheckpointError(f"{where} is damaged: {refusal(error)}") from error
     return with_numpy(found) if has_arrays else found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -21,6 +22,11 @@ MOST_DIMS = 64
 _MOST_FIELDS = 64  # of an object
 _MOST_PARTS = 1000  # of a key of a dict
 _KEY_BITS = 1024
+_FOREIGN_CODE = (
+    "which no checkpoint needs, and could run code of the file's author; refused. If the file is yours, save tensors, numbers, "
+    "strings, lists and dicts in its place, as torch.save(model.state_dict(), path) does; else do not trust it"
+)
+_REFUSED = re.compile(r"GLOBAL ([\w.]+)")  # in what torch says
 
 
 class StandIn:
@@ -79,6 +85,15 @@ def restricted_load(data: bytes, find: FindGlobal, where: str, persistent: Calla
         raise DamagedCheckpointError(
             f"{where}: not a pickle that can be read ({reason(error)}); the file is damaged or cut off, or of another format"
         ) from error
+
+
+def refusal(error: Exception) -> str:
+    """Why `torch.load(weights_only=True)` has refused a file, without torch's advice to load it with code of its author."""
+    if not isinstance(error, pickle.UnpicklingError):
+        return reason(error)
+    if named := _REFUSED.search(str(error)):
+        return f"its pickle refers to {shown(named[1])[1:-1]}, {_FOREIGN_CODE}"
+    return "its pickle has what no file of tensors and plain values has"
 
 
 def check_keys(keys: Iterable[object]) -> None:
@@ -146,10 +161,7 @@ class Unpickler(pickle._Unpickler):
             return self._find((module, name))
         except KeyError:
             what = f"{shown(module)[1:-1]}.{shown(name)[1:-1]}"
-            raise DamagedCheckpointError(
-                f"{self._where}: its pickle refers to {what}, which no checkpoint needs, and could run code of the file's "
-                "author; refused, do not trust this file"
-            ) from None
+            raise DamagedCheckpointError(f"{self._where}: its pickle refers to {what}, {_FOREIGN_CODE}") from None
 
     def persistent_load(self, pid: Any) -> Any:
         if self._persistent is None:
