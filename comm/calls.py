@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from threading import local
+from threading import current_thread, local
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -137,10 +137,12 @@ class Subject(str):
 
 
 class _Now(local):
-    subject = ""
+    def __init__(self) -> None:
+        self.thread = current_thread()
+        self.subject = ""  # what its calls are for; written by `about` alone
 
 
-now = _Now()  # what this thread's calls are for; written by `about` alone
+now = _Now()  # of this thread
 
 
 class about:

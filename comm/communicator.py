@@ -248,6 +248,7 @@ class Communicator(ControlPlane):
         if self._thread:
             self._raise_in_use(calls[0].name)
         self._thread = thread  # Python changes threads only in calls and loops, so not since the line before
+        self._caller = now.thread
         try:
             stream = calls[0].stream
             if self._newest is not None and self._newest[0] != stream:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from threading import Event as Flag
-from threading import current_thread, get_ident
+from threading import _DummyThread, current_thread, get_ident
 from threading import enumerate as enumerate_threads
 from time import sleep
 from typing import NamedTuple, NoReturn, Self, TypeVar
@@ -18,7 +18,7 @@ import torch
 
 from . import members
 from .backend import Backend, NodeMemory
-from .calls import CallList, CollectiveCall, Failure, Hook, Interrupted, RemoteError, SharedError, causes
+from .calls import CallList, CollectiveCall, Failure, Hook, Interrupted, RemoteError, SharedError, causes, now
 from .fingerprint import OF_SOME_RANKS, fingerprint_of
 from .members import check_lost, raise_lost
 from .pool import Pool
@@ -61,6 +61,8 @@ class ControlPlane:
         self._number = 0  # the number of the next call
         self._depth = 0  # how many blocks of `agree()` this rank is in
         self._thread = 0  # the thread that makes a call now; 0 for none
+        self._caller = now.thread  # that has made the newest call
+        self._is_left = False  # whether a block of `agree()` has left it, until it rejoins
         self._is_aborted = False
         self._members = members.current
         self._ended = "is closed"  # why calls are refused, if they are
@@ -206,6 +208,9 @@ class ControlPlane:
         watchdog ends the job. A stream whose thread was in such a call, or in a send or receive, has failed then:
         `Stream.recover` lets it go on.
 
+        Communicators whose newest call on every rank was made by another thread, which has not ended, are left alone: that
+        thread goes on. In a block, a rank makes the calls of all communicators that it needs on one thread.
+
         Blocks may be nested: the error is raised at the end of each, up to the outermost that a rank has failed in.
         An exception that takes a rank out of a call counts as well where the block handles it. If that was before the block,
         all ranks go on together at its end.
@@ -213,10 +218,10 @@ class ControlPlane:
         self.check_open("agree")
         failure, error, shared = None, None, None
         self._depth += 1
-        depth, left = self._depth, set(_left)
+        depth, left = self._depth, _left_here()
         try:
             yield
-            if not _left <= left:
+            if _left and not _left_here() <= left:
                 raise Interrupted(str(self), [self.rank], in_call=True)
             if self._newest is not None:
                 self._newest[1].synchronize()
@@ -224,7 +229,7 @@ class ControlPlane:
             raise_lost(raised, self._members)  # nobody waits at the end of the block
             error, failure, newest = raised, Failure.of(raised, self.rank), self._newest
             self._tell_hooks(failure)
-            self._leave_parts()
+            self._leave([part for part in self._parts() if not part._is_beside()])
             shared = self._shared_error(raised, newest)
             failure = shared.failure if isinstance(shared, RemoteError) else failure
         finally:
@@ -245,7 +250,8 @@ class ControlPlane:
         shared = None
         while True:
             try:
-                ends = self._exchange_ends(_End(depth, failure, bool(_left) and not _left.isdisjoint((*self._parts(), self))))
+                has_left = bool(_left) and not _left_here().isdisjoint((*self._parts(), self))
+                ends = self._exchange_ends(_End(depth, failure, has_left))
             except SharedError as error:  # it takes the others to their ends of the block
                 shared = shared or error
                 continue
@@ -289,6 +295,7 @@ class ControlPlane:
         if self._thread:
             self._raise_in_use(name)
         self._thread = thread  # Python changes threads only in calls and loops: not since the line before
+        self._caller = now.thread
         try:
             self._number += name not in OF_SOME_RANKS
             self._begin(calls)
@@ -367,21 +374,41 @@ class ControlPlane:
     def _parts(self) -> list[ControlPlane]:
         """The other communicators that have only ranks of this one, in the order in which every rank has made them."""
         ranks = set(self.ranks)
-        return [comm for comm in _open if comm is not self and comm.size > 1 and ranks.issuperset(comm.ranks)]
+        return [comm for comm in list(_open) if comm is not self and comm.size > 1 and ranks.issuperset(comm.ranks)]
 
-    def _leave_parts(self) -> None:
-        """Leave each part as soon as this rank's thread makes no more calls there.
+    def _is_beside(self) -> bool:
+        """Whether its calls are those of another thread of the program, which is in no block of this one.
+
+        Autograd's threads, which Python has not started, make the calls of a block.
+        """
+        caller = self._caller
+        return caller is not current_thread() and caller.is_alive() and not isinstance(caller, _DummyThread)
+
+    def _parts_to_rejoin(self) -> list[ControlPlane]:
+        """Those that are not beside on each of their ranks, or that a rank has left. Collective."""
+        keyed = dict[tuple[object, ...], ControlPlane]()
+        for part in self._parts():
+            alike = sum(key[:2] == (part.name, tuple(part.ranks)) for key in keyed)
+            keyed[part.name, tuple(part.ranks), alike] = part
+        beside = [key for key, part in keyed.items() if part._is_beside() and not part._is_left]
+        with self.watched("rejoin"):
+            everyone = dict(zip(self.ranks, self.backend.exchange(beside), strict=True))
+        return [part for key, part in keyed.items() if not all(key in everyone[rank] for rank in part.ranks)]
+
+    def _leave(self, parts: Sequence[ControlPlane]) -> None:
+        """Leave each of these parts as soon as this rank's threads make no more calls there.
 
         Hazard: these calls may wait for ranks that wait for this one in other parts, or in sends and receives.
         """
-        staying = [*self._parts(), self]
+        staying = [*parts, self]
         for part in staying:
             part.backend.stop_transfers()
         while staying:
-            for part in [part for part in staying if part._is_drained()]:
+            for part in [part for part in staying if part._is_drained() and (part is self or not part._thread)]:
                 part._drain()
                 if part is not self:  # in agree(), the ranks compare once more
                     part.backend.leave()
+                    part._is_left = True
                 staying.remove(part)
             if staying:
                 sleep(_POLL_S)
@@ -405,12 +432,14 @@ class ControlPlane:
 
     def _rejoin_parts(self) -> None:
         """Let the parts' ranks make their next call together. Collective: no rank is in the block any more."""
-        self._leave_parts()
-        for part in (*self._parts(), self):
+        parts = self._parts_to_rejoin()
+        self._leave(parts)
+        for part in (*parts, self):
             with part.watched("rejoin"):
                 part.backend.rejoin()
                 numbers = part.backend.exchange(part._number)
             part.align(numbers)
+            part._is_left = False
             _left.discard(part)
         self._tell_hooks(None)
 
@@ -453,6 +482,11 @@ class ControlPlane:
             # Sends and receives are not waited for: the other rank may make the matching call after this one.
             self._newest_collective.synchronize()
         return self.watched(name, *args)
+
+
+def _left_here() -> set[ControlPlane]:
+    """The communicators, without those of other threads, in a call of which an exception has cut this rank short."""
+    return {comm for comm in list(_left) if not comm._is_beside()}
 
 
 hooks_of_all: list[Hook] = []  # those of `hooked`, for a world that is made in its block, since ranks are lost

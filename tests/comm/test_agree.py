@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from threading import Thread
+from time import sleep
 from typing import Any
 
 import pytest
@@ -22,6 +24,15 @@ from toys import OddMLP, batch, shard_blocks
 pytestmark = pytest.mark.mpi
 
 Call = Callable[[Communicator], object]
+
+
+@contextmanager
+def suppress_into(errors: list[Exception]) -> Iterator[None]:
+    """Keep an exception of a thread."""
+    try:
+        yield
+    except Exception as error:
+        errors.append(error)
 
 
 def all_reduce(comm: Communicator, stream: str = "inline") -> None:
@@ -142,6 +153,88 @@ def test_calls_of_its_own_threads_do_not_hold_up_a_rank_that_fails(world: World,
                 for each in (comm, *parts):
                     all_reduce(each)
                 to_itself(part, 3)
+
+
+class Beside(Thread):
+    """Makes collectives on a communicator of its own, until all ranks want it to end."""
+
+    def __init__(self, own: Communicator) -> None:
+        super().__init__()
+        self.own, self.wants_end, self.calls, self.errors = own, False, 0, list[Exception]()
+
+    def run(self) -> None:
+        with suppress_into(self.errors):
+            ended = 0.0
+            while ended < self.own.size:
+                value = torch.tensor([float(self.wants_end), 1.0])
+                self.own.all_reduce(value, value, ReduceOp.SUM, stream=INLINE).synchronize()
+                ended, ranks = value.tolist()
+                assert ranks == self.own.size
+                self.calls += 1
+                sleep(0.002 * (1 + self.own.rank))
+
+
+@pytest.mark.parametrize("nodes", ["one node", "several nodes"])
+@on_ranks(2, 3)
+def test_a_thread_beside_the_block_goes_on(world: World, nodes: str) -> None:
+    """It has a communicator of its own. Once it has ended, a block may use that."""
+    with communicators(world, nodes) as (comm, (part, own, _)), shared_folder(world) as folder:
+        beside = Beside(own)
+        beside.start()
+
+        @comm.agree()
+        def fail(used: Communicator) -> None:
+            if world.rank == 1:
+                sleep(0.005)
+                raise ArithmeticError("on purpose")
+            all_reduce(used)
+
+        while not all(comm.exchange(beside.calls)):
+            sleep(0.002)
+        for _ in range(10):
+            with pytest.raises(RemoteError, match="on purpose"):
+                fail(part)
+            all_reduce(part)
+        with pytest.raises(checkpoint.CheckpointError, match="rank 1 raised"):
+            checkpoint.save(folder / "step-1", {"value": object() if world.rank == 1 else 1})
+        beside.wants_end = True
+        beside.join()
+        assert not beside.errors
+        for _ in range(2):
+            with pytest.raises(RemoteError, match="on purpose"):
+                fail(own)
+            all_reduce(own)
+
+
+@on_ranks(2, 3)
+def test_a_thread_that_only_some_ranks_have(world: World) -> None:
+    """It waits for ranks that make the call in the block: they leave it, and all go on together."""
+    with communicators(world, "one node") as (comm, (part, *_)):
+        errors = list[Exception]()
+
+        def beside() -> None:
+            with suppress_into(errors):
+                all_reduce(part)
+                all_reduce(part)
+
+        thread = Thread(target=beside)
+
+        @comm.agree()
+        def fail() -> None:
+            if world.rank == 0:
+                thread.start()
+            else:
+                all_reduce(part)
+            if world.rank == 1:
+                sleep(0.01)
+                raise ArithmeticError("on purpose")
+
+        with pytest.raises(RemoteError, match="on purpose"):
+            fail()
+        if world.rank == 0:
+            thread.join()
+            assert [type(error) for error in errors] == [Interrupted]
+        all_reduce(part)
 
 
 @on_ranks(2, more=(3,))
