@@ -29,6 +29,7 @@ from ..ending.stacks import Stacks
 from ..ending.status_table import ENTRIES, Alarm, ProgramPhase, StatusEntry, TimeInside
 from ..ending.words import name_ranks, still_works
 from ..fingerprint import fingerprint_of
+from ..progress import described, progress
 from ..recorder import Recorder
 from ..streams import is_capturing, observe
 from .activity import Activity
@@ -84,6 +85,7 @@ class Watchdog(Hook):
         self._cut_short = ""  # the call that an exception has taken the main thread out of, until its next
         # The exception with which this rank has left the block of an agree(), until all have left.
         self._failure: Failure | None = None
+        progress.restart()
         self._stopping = threading.Event()
         self._killed_at = -inf  # when it has killed ranks
         self._given_until = 0.0  # until when `patience` gives time, by time.monotonic()
@@ -240,6 +242,7 @@ class Watchdog(Hook):
 
     def _tick(self, elapsed: float = 0.0) -> None:
         self._table.beat(self._rank)
+        self._table.set_progress(self._rank, progress.steps, progress.forwards, accumulates=progress.accumulates)
         if (late := self._stragglers.tick()) is not None:
             host = self._peers.processes[late.rank].host
             log(self._rank, f"rank {late.rank} on {host} is late: {late} (SHARDRT_STRAGGLER={self._timing.straggler:g})")
@@ -335,6 +338,24 @@ class Watchdog(Hook):
             f"{self._reason(overdue)}; ending the job with exit code {EXIT_CODE}",
             f"present: {name_ranks(present)}; missing: {name_ranks(missing) if missing else 'none'}",
             *(f"missing {self._peers.describe(rank)}" for rank in missing),
+            *self._unequal_progress(wait, missing),
+        ]
+
+    def _unequal_progress(self, wait: Wait, missing: list[int]) -> list[str]:
+        """A line if ranks wait for each other, or have left, and have not run as many micro-batches."""
+        if not missing or not all(self._peers.is_in_operation(rank) or self._peers.is_lost(rank) for rank in missing):
+            return []
+        found = dict[str, list[int]]()
+        for rank in wait.ranks:
+            header = self._table.header(rank)
+            place = described(header.steps, header.forwards, accumulates=header.accumulates)
+            found.setdefault(place, []).append(rank)
+        if len(found) == 1:
+            return []
+        places = "; ".join(f"{name_ranks(ranks)}: {place}" for place, ranks in found.items())
+        return [
+            f"training is not at the same place: {places}. In each step, every rank runs as many micro-batches: agree on the "
+            "number first, as by min(world.comm.exchange(n)); or let a rank that has fewer run more, with their loss times 0"
         ]
 
     def _reason(self, overdue: OverdueWait) -> str:

@@ -20,6 +20,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ..comm.progress import progress
 from ..torch_internals import clip_lists_of
 from . import dtensor, local_optimizers
 from .elementwise_optimizers import exchange_steps
@@ -44,6 +45,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     local_optimizers.end_step(optimizer, args, kwargs)
+    progress.end_step()
     if type(optimizer).__module__.startswith("torch.optim."):
         return
     # Others may write by any means, such as a kernel that is given addresses: a new version marks the shards as changed.

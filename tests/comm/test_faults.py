@@ -89,6 +89,38 @@ def test_a_rank_that_does_not_come(
     assert "at #1 all_reduce float32 4 max, under way" in merged
 
 
+MICRO_BATCHES = """
+import torch, shardrt
+world = shardrt.init("cpu")
+model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(2)))
+for layer in (*model, model):
+    shardrt.fully_shard(layer)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for count in (2, 1 if world.rank == 1 else 3, 2):
+    for index in range(count):
+        {sync}
+        model(torch.full((4, 64), 1.0 + world.rank)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("sync", "node_memory", "places"),
+    [
+        ("last", "1", "r.*: in forward 1 of step 2, whose gradients wait for more; rank 1: in forward 1 of step 2"),
+        ("last", "0", "r.*: in forward 2 of step 2, whose gradients wait for more; rank 1: in forward 1 of step 2"),
+        ("every", "0", "r.*: in forward 1 of step 3; rank 1: after step 3"),
+    ],
+)
+def test_ranks_with_unequal_numbers_of_micro_batches(sync: str, node_memory: str, places: str) -> None:
+    """They wait for each other in different communicators, or at the end of the program."""
+    source = MICRO_BATCHES.format(sync="model.set_requires_gradient_sync(index == count - 1)" if sync == "last" else "")
+    done = run_script(source, 3, SHARDRT_TIMEOUT="3", SHARDRT_NODE_MEMORY=node_memory)
+    assert done.returncode == 17, done.stderr
+    assert re.search(rf"training is not at the same place: {places}\. In each step, every rank", done.stderr), done.stderr
+
+
 def test_a_rank_that_leaves_early() -> None:
     done = run_script(FAULT.format(fault="sys.exit(3)"), 3)
     assert done.returncode == 17, done.stderr

@@ -13,6 +13,7 @@ from torch import nn
 from ... import comm
 from ...batch_norm import name_batch_norms
 from ...comm import malloc
+from ...comm.progress import progress
 from ...torch_internals import outside_transforms, queue_backward_callback
 from ..base import events
 from ..base.autograd import BackwardProgress, GroupPhase, TensorWatcher
@@ -140,6 +141,7 @@ class Runtime(context.Context):
 
     def _begin_iteration(self) -> None:
         self._forwards += 1
+        progress.forwards += torch.is_grad_enabled()
         if not malloc.keeps and self._has_allocated():
             malloc.trim()
             malloc.keep_freed_memory()
@@ -227,6 +229,7 @@ class Runtime(context.Context):
         if self._end is End.REACHED:
             self._end, self.makes_graph = End.QUEUED, torch.is_grad_enabled()
             self.keeps_gathered |= self.makes_graph
+            progress.accumulates = not any(group.settings.sync_gradients for group in self.groups)
             if self.turns is not None:
                 self.turns.backward.restart()
             for group in self.groups:
