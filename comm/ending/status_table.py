@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from functools import lru_cache
 from struct import Struct
-from time import time
+from time import monotonic
 
 from .processes import state_of
 
@@ -52,11 +52,11 @@ class Alarm(IntEnum):
 class Header:
     """The header of a rank's row. Cost: no dataclass, whose import would take as long as a guard's whole start.
 
-    seen: when its watchdog was last awake, in seconds since the epoch.   stacks: descriptor of the file that a signal makes it
-    write its stacks to.   state: that of its process in /proc, as its node's first rank saw it.   note: its last call, once it
-    is LEAVING.   waited: seconds that it has been inside operations.   operations: how many it has begun.   idle: seconds since
-    it, or a rank that it waits for, has worked; negative: that it is still given.   steps, forwards, accumulates: of its
-    `Progress`.
+    seen: when its watchdog was last awake, by the monotonic clock of its node.   stacks: descriptor of the file that a signal
+    makes it write its stacks to.   state: that of its process in /proc, as its node's first rank saw it.   note: its last call,
+    once it is LEAVING.   waited: seconds that it has been inside operations.   operations: how many it has begun.   idle:
+    seconds since it, or a rank that it waits for, has worked; negative: that it is still given.   steps, forwards, accumulates:
+    of its `Progress`.
     """
 
     def __init__(
@@ -85,7 +85,8 @@ class Header:
 class Operation:
     """The newest operation of a rank on one communicator.
 
-    count: number of operations so far; equal to `ended` when the newest one is done.
+    count: number of operations so far; equal to `ended` when the newest one is done.   since: when it began, by the monotonic
+    clock of its node.
     """
 
     def __init__(self, key: int, comm: bytes, ended: int, count: int, number: int, since: float, what: bytes) -> None:
@@ -97,9 +98,10 @@ class Operation:
         """True if the rank is inside it."""
         return self.ended != self.count
 
-    def __str__(self) -> str:
+    def described(self, now: float) -> str:
+        """It in words.   now: by the clock of its node."""
         state = "in" if self.is_under_way else "last"
-        return f"{state} #{self.number} {self.what} on '{self.comm}', begun {time() - self.since:.1f} s ago"
+        return f"{state} #{self.number} {self.what} on '{self.comm}', begun {now - self.since:.1f} s ago"
 
 
 class StatusTable:
@@ -127,7 +129,7 @@ class StatusTable:
 
     def introduce(self, rank: int, stacks: int) -> None:
         """Fill in the header of this process's row."""
-        values = os.getpid(), time(), stacks, ProgramPhase.RUNNING, b"R", b"", Alarm.NONE, 0.0, 0, 0.0, 0, 0, False
+        values = os.getpid(), monotonic(), stacks, ProgramPhase.RUNNING, b"R", b"", Alarm.NONE, 0.0, 0, 0.0, 0, 0, False
         _HEADER.pack_into(self._memory, rank * _ROW_NBYTES, *values)
 
     def set_phase(self, rank: int, phase: ProgramPhase) -> None:
@@ -173,7 +175,7 @@ class StatusTable:
 
     def beat(self, rank: int) -> None:
         """Record that this process's watchdog is awake."""
-        _SEEN.pack_into(self._memory, rank * _ROW_NBYTES + _SEEN_AT, time())
+        _SEEN.pack_into(self._memory, rank * _ROW_NBYTES + _SEEN_AT, monotonic())
 
     def note_process(self, rank: int) -> None:
         """Record the process state of a rank of this node, for the other nodes."""
@@ -194,10 +196,10 @@ class StatusTable:
             if entry[0]:  # a key
                 yield Operation(*entry)
 
-    def last_operation(self, rank: int) -> str:
-        """A rank's newest operation, in words."""
+    def last_operation(self, rank: int, now: float | None = None) -> str:
+        """A rank's newest operation, in words.   now: by the clock of the rank's node; None: it is this one."""
         last = max(self.operations(rank), key=lambda operation: operation.since, default=None)
-        return "no operation yet" if last is None else str(last)
+        return "no operation yet" if last is None else last.described(monotonic() if now is None else now)
 
     def rows(self, ranks: Sequence[int]) -> bytes:
         """The rows of some ranks, one after the other."""
@@ -230,14 +232,14 @@ class TimeInside:
 
     def end(self, entry: int) -> None:
         """It has ended. Invariant: all time is added before the entry goes, so that threads need no lock."""
-        now = time()
+        now = monotonic()
         self._seconds += now - self._until
         self._until = now
         self._entries.discard(entry)
 
     def seconds(self) -> float:
         """The time so far, with that of an operation under way."""
-        return self._seconds + (time() - self._until if self._entries else 0.0)
+        return self._seconds + (monotonic() - self._until if self._entries else 0.0)
 
 
 class StatusEntry:
@@ -256,7 +258,7 @@ class StatusEntry:
         """The rank begins this operation."""
         self.count += 1
         self.number, self.what = number, what
-        now = time()
+        now = monotonic()
         _BEGUN.pack_into(self._memory, self._at + _BEGUN_AT, self.count, number, now, _field(what))
         self._inside.begin(self.index, now)
 

@@ -135,23 +135,31 @@ class Peers:
 
     def idle(self, rank: int, heartbeats: Heartbeats) -> float:
         """Seconds since a rank, or one that it waits for, was seen to work; negative: that it is still given."""
-        header = self._table.header(rank)
-        if rank in self.here:
-            return header.idle + max(0.0, time.time() - header.seen)
-        first = self.processes[rank].node
-        return header.idle + max(0.0, self._table.header(first).seen - header.seen) + heartbeats.silence(first)
+        return self._table.header(rank).idle + self._silence(rank, heartbeats)
 
-    def describe(self, rank: int) -> str:
+    def _silence(self, rank: int, heartbeats: Heartbeats) -> float:
+        """Seconds since a rank's watchdog was awake, as far as it is known here. No clocks of two nodes are compared."""
+        seen = self._table.header(rank).seen
+        if rank in self.here:
+            return max(0.0, time.monotonic() - seen)
+        first = self.processes[rank].node
+        return max(0.0, self._table.header(first).seen - seen) + heartbeats.silence(first)
+
+    def is_silent(self, rank: int, heartbeats: Heartbeats) -> bool:
+        """Whether a rank's watchdog has not been awake for so long that its row may be out of date."""
+        return self._silence(rank, heartbeats) > (self._timing.silent_s if rank in self.here else self._timing.silent_nodes_s)
+
+    def describe(self, rank: int, heartbeats: Heartbeats) -> str:
         """A rank, its process, and its last operation."""
         process, header = self.processes[rank], self._table.header(rank)
+        silent = self._silence(rank, heartbeats)
         condition = describe_state(self._process_state(rank), "running")
         if header.phase in _LEFT:
             condition = f"has left its program, after {header.note}"
-        elif condition == "running" and (silent := time.time() - header.seen) > (
-            self._timing.silent_s if rank in self.here else self._timing.silent_nodes_s
-        ):
+        elif condition == "running" and self.is_silent(rank, heartbeats):
             condition = f"running, but its watchdog has been silent for {silent:.0f} s"
-        return f"rank {rank}: host {process.host}, pid {process.pid}, {condition}; {self._table.last_operation(rank)}"
+        last = self._table.last_operation(rank, header.seen + silent)
+        return f"rank {rank}: host {process.host}, pid {process.pid}, {condition}; {last}"
 
     def stacks_here(self) -> list[str]:
         """The stacks of this rank, and of those of its node that did not raise the alarm. Takes `settle_s` seconds."""

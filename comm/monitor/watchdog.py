@@ -337,13 +337,14 @@ class Watchdog(Hook):
         return [
             f"{self._reason(overdue)}; ending the job with exit code {EXIT_CODE}",
             f"present: {name_ranks(present)}; missing: {name_ranks(missing) if missing else 'none'}",
-            *(f"missing {self._peers.describe(rank)}" for rank in missing),
+            *(f"missing {self._peers.describe(rank, self._heartbeats)}" for rank in missing),
             *self._unequal_progress(wait, missing),
         ]
 
     def _unequal_progress(self, wait: Wait, missing: list[int]) -> list[str]:
         """A line if ranks wait for each other, or have left, and have not run as many micro-batches."""
-        if not missing or not all(self._peers.is_in_operation(rank) or self._peers.is_lost(rank) for rank in missing):
+        silent = any(self._peers.is_silent(rank, self._heartbeats) for rank in missing)
+        if silent or not all(self._peers.is_in_operation(rank) or self._peers.is_lost(rank) for rank in missing):
             return []
         found = dict[str, list[int]]()
         for rank in wait.ranks:

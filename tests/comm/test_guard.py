@@ -68,7 +68,7 @@ def table(deadline_s=60, is_under_way=True, ranks="0,1"):
     fd = os.memfd_create("table")
     # Rows of the parent, which lives, and of this rank, both in their first operation, or after it.
     for pid in (os.getppid(), os.getpid()):
-        entry = struct.pack("<Q24sqqqd64s", 1, b"world", not is_under_way, 1, 7, time.time(), b"all_reduce")
+        entry = struct.pack("<Q24sqqqd64s", 1, b"world", not is_under_way, 1, 7, time.monotonic(), b"all_reduce")
         os.write(fd, (struct.pack("<qdi", pid, 0.0, -1).ljust(256, b"\\0") + entry).ljust(2176, b"\\0"))
     return f"table {fd} {deadline_s} 60 {ranks} 1"
 time.sleep(max(0.0, float(os.environ["AT"]) - time.time()))

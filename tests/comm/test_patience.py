@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from ranks import run_script
+from ranks import FRESH, run_script
 
 pytestmark = pytest.mark.mpi
 
@@ -68,6 +68,36 @@ def test_a_rank_that_works() -> None:
     ):
         expected = rf"\[\d\] rank \d: {waiting} waited [2-9] s in {call} on 'world' for {ranks} {works}"
         assert any(re.fullmatch(expected, line) for line in lines), (expected, lines)
+
+
+CLOCKS = (
+    """
+import time
+real, ahead = time.time, 0.0
+time.time = lambda: real() + ahead
+"""
+    + WORK
+    + """
+world = shardrt.init("cpu")
+if world.rank == 0:
+    work(3)
+    ahead = -7200.0
+    work(3)
+else:
+    import threading
+    def jump():
+        global ahead
+        ahead = 7200.0
+    threading.Timer(3.0, jump).start()
+world.barrier()
+"""
+)
+
+
+def test_a_clock_that_is_set() -> None:
+    """The time of day of one rank goes forward by two hours, that of another one back."""
+    done = run_script(CLOCKS, 2, FRESH, SHARDRT_TIMEOUT="2", SHARDRT_MONITOR_TIMING="lost_s=1.5")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

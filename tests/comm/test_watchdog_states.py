@@ -420,7 +420,7 @@ def simulated(waits: list[list[tuple[int, int]]], step_ms: int, share: float) ->
     """Whom rank 0 names in 12 seconds. waits: of each rank, begin and end in ms of each step, on a communicator each."""
     clock = mock.Mock(return_value=0.0)
     named: list[Straggler | None] = []
-    with mock.patch.object(status_table, "time", clock), mock.patch.object(stragglers, "monotonic", clock):
+    with mock.patch.object(status_table, "monotonic", clock), mock.patch.object(stragglers, "monotonic", clock):
         table = StatusTable(StatusTable.create(len(waits)))
         inside = [TimeInside() for _ in waits]
         parts = [Stragglers(table, rank, Timing(straggler=share, straggler_s=2.0), own) for rank, own in enumerate(inside)]

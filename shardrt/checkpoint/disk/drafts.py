@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from .files import METADATA, explained
 from .removal import remove_files, take_away
@@ -135,10 +136,10 @@ def _locked(fd: int) -> bool | None:
 
 
 def _is_quiet(folder: Path) -> bool:
-    """Whether nothing in the folder was changed for an hour."""
-    with explained("list", folder):
+    """Whether nothing in the folder was changed for an hour, by the clock that has dated its files: that of the server."""
+    with explained("list", folder), TemporaryFile(dir=folder.parent) as new:
         changed = max(path.lstat().st_mtime for path in (folder, *folder.rglob("*")))
-    return changed < time.time() - _QUIET_S
+        return changed < os.fstat(new.fileno()).st_mtime - _QUIET_S
 
 
 def _copy_access(target: Path, folder: Path) -> None:
