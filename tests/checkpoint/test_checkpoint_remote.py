@@ -491,6 +491,16 @@ def test_few_rows_take_few_bytes_and_much_takes_many_ranges_at_once(world: World
         assert sum(end - start for ranges in Counted.calls for start, end in ranges) < 8 << 20
 
 
+def test_an_answer_that_is_too_short_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that took it for damage would put a checkpoint aside because of a store that is overloaded."""
+    fsspec.filesystem("memory").pipe_file("/reads/short", bytes(5000))
+    with RemoteReader(remote_path("memory://reads/short")) as reader:
+        monkeypatch.setattr(MemoryFileSystem, "cat_ranges", lambda *_, **__: [bytes(1000)])
+        with pytest.raises(CheckpointError, match=r"has answered with 1000 of 5000 bytes at 0, of 5000 that") as caught:
+            reader.read(0, 4096)
+        assert type(caught.value) is CheckpointError
+
+
 def test_reads_anywhere_give_the_bytes_of_the_file() -> None:
     data = os.urandom((20 << 20) + 7)
     fsspec.filesystem("memory").pipe_file("/reads/file", data)

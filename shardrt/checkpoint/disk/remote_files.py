@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 
+from ..errors import CheckpointError
 from .files import Bytes, Reader, Writer, explained
 from .remote_path import RemotePath, as_os_errors
 
@@ -53,7 +54,7 @@ class RemoteReader(Reader):
     window = 64 << 20  # bytes of a read, which is made in several ranges at once
 
     def __init__(self, path: RemotePath) -> None:
-        self.path = path
+        self.path: RemotePath = path
         self.nbytes = 0
         self._fs, self._file = path.fs, path.path
         with explained("open", path):
@@ -98,5 +99,9 @@ class RemoteReader(Reader):
             found: list[bytes] = self._fs.cat_ranges([self._file] * len(starts), starts, stops, on_error="raise")
         nbytes = sum(map(len, found))
         self.nbytes += nbytes
-        self._check_end(start, stop - start, nbytes)
+        if nbytes != stop - start:  # no damage: the file has them, and a run must not put the checkpoint aside
+            raise CheckpointError(
+                f"cannot read {self.path.url!r}: the store has answered with {nbytes} of {stop - start} bytes at {start}, of "
+                f"{self._size} that it says the file has; try again"
+            )
         return found
