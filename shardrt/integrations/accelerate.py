@@ -18,10 +18,8 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, S
 from .. import checkpoint, comm
 from ..comm import ReduceOp, without_launcher_variables
 from ..optim import clip_grad_norm_
-from ..torch_internals import tree_leaves
-from .world import check_sharded, full_state_dict, gather_rows, no_gradient_sync, reduce
-
-_OPERATIONS = {"sum": ReduceOp.SUM, "mean": ReduceOp.AVG, "max": ReduceOp.MAX}
+from . import processes
+from .world import check_sharded, full_state_dict, no_gradient_sync, reduce
 
 
 class Accelerator(accelerate.Accelerator):
@@ -29,7 +27,8 @@ class Accelerator(accelerate.Accelerator):
 
     Shard the model with `fully_shard` before you create the optimizer. `prepare` leaves both unchanged, splits the batches
     among the ranks, and applies autocast. `gather`, `reduce`, `pad_across_processes`, `gather_for_metrics`, `no_sync`,
-    `accumulate`, `clip_grad_norm_`, `wait_for_everyone`, `get_state_dict`, `save_state` and `load_state` span the ranks.
+    `accumulate`, `clip_grad_norm_`, `wait_for_everyone`, `get_state_dict`, `save_state` and `load_state` span the ranks, and so
+    do `accelerate.PartialState` and the functions of `accelerate.utils`, by whatever name a program has imported them.
     `prepare` raises ValueError for a trainable parameter that is not sharded, and for a data loader that has not the same
     number of batches on every rank.
     These raise RuntimeError: other plugins for distributed training, and an existing process group.
@@ -53,11 +52,13 @@ class Accelerator(accelerate.Accelerator):
                 f"Accelerator(dispatch_batches=True) on rank {self.process_index}: each rank reads its own batches; remove it"
             )
         self.dataloader_config.dispatch_batches = False
-        world = comm.world()
-        # Accelerate's own helpers, such as its logger, read the state that its objects share.
-        for state in (accelerate.PartialState(), self.state):
-            state.num_processes, state.process_index, state.local_process_index = world.size, world.rank, world.local_rank
-            state.device = world.device
+        self._share_ranks()
+
+    def _share_ranks(self) -> None:
+        """Let the state that Accelerate's objects and functions share be the world's; other `TrainingArguments` clear it."""
+        with without_launcher_variables():
+            for state in (accelerate.PartialState(), self.state):
+                processes.join_world(state)
 
     # Properties, since creating another `TrainingArguments` clears the shared state.
 
@@ -92,23 +93,15 @@ class Accelerator(accelerate.Accelerator):
 
     def gather(self, tensor: Any) -> Any:
         """The ranks' tensors concatenated along dim 0, in which they may differ; a 0-dim tensor is one row. Collective."""
-        return recursively_apply(gather_rows, tensor, error_on_other_type=True)
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather tensors without the samples that fill the last batch. Raises RuntimeError for other objects. Collective."""
-        leaves = tree_leaves(input_data)
-        if use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
-            raise RuntimeError(
-                f"gather_for_metrics on rank {self.process_index}: expected tensors, found "
-                f"{sorted({type(leaf).__name__ for leaf in leaves})}; use shardrt.world().comm.exchange() for other objects"
-            )
-        return super().gather_for_metrics(input_data)
+        return processes.gather(tensor)
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> DataLoader[Any]:
         """Split the batches among the ranks, as Accelerate does. All ranks draw rows in the order of rank 0."""
         if not getattr(data_loader, "_is_accelerate_prepared", False):
             _share_order(data_loader)
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        # The order is shared already: that Accelerate exchanges its generator each epoch would make iterating collective.
+        prepared.rng_types = [kind for kind in getattr(prepared, "rng_types", None) or () if kind != "generator"]
         sampler, batches = _sampler_of(prepared), getattr(prepared, "batch_sampler", None)
         if isinstance(sampler, SeedableRandomSampler):
             sampler.initial_seed = comm.world().comm.exchange(sampler.initial_seed)[0]
@@ -124,9 +117,7 @@ class Accelerator(accelerate.Accelerator):
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum, mean or maximum of the ranks' tensors. Collective."""
-        if reduction == "none":
-            return tensor
-        return recursively_apply(lambda one: reduce(one, _OPERATIONS[reduction]) * scale, tensor, error_on_other_type=True)
+        return processes.reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """The tensors padded along `dim` to the largest size on any rank. Collective."""
