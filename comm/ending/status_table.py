@@ -18,14 +18,14 @@ from time import time
 from .processes import state_of
 
 _ROW_NBYTES = 2176
-_HEADER = Struct("<qdiBc200sBdId")  # pid, seen, stacks, phase, state, note, alarm, waited, operations, idle
-_SEEN_AT, _PHASE_AT, _STATE_AT, _NOTE_AT, _ALARM_AT, _WAITED_AT, _IDLE_AT = 8, 20, 21, 22, 222, 223, 235
+_HEADER = Struct("<qdiBc200sBdIdI")  # pid, seen, stacks, phase, state, note, alarm, waited, operations, idle, chain
+_SEEN_AT, _PHASE_AT, _STATE_AT, _NOTE_AT, _ALARM_AT, _WAITED_AT, _IDLE_AT, _CHAIN_AT = 8, 20, 21, 22, 222, 223, 235, 243
 _NOTE_NBYTES, _HEADER_NBYTES = 200, 256
 WHAT_NBYTES = 64
 _ENTRY = Struct(f"<Q24sqqqd{WHAT_NBYTES}s")  # key, communicator, ended, count, number, since, what
 _BEGUN = Struct(f"<qqd{WHAT_NBYTES}s")
 _ENDED_AT, _BEGUN_AT = 32, 40
-_SEEN, _COUNT, _WAITED, _IDLE = Struct("<d"), Struct("<q"), Struct("<dI"), Struct("<d")
+_SEEN, _COUNT, _WAITED, _IDLE, _CHAIN = Struct("<d"), Struct("<q"), Struct("<dI"), Struct("<d"), Struct("<I")
 ENTRIES = (_ROW_NBYTES - _HEADER_NBYTES) // _ENTRY.size
 
 
@@ -54,7 +54,8 @@ class Header:
     seen: when its watchdog was last awake, in seconds since the epoch.   stacks: descriptor of the file that a signal makes it
     write its stacks to.   state: that of its process in /proc, as its node's first rank saw it.   note: its last call, once it
     is LEAVING.   waited: seconds that it has been inside operations.   operations: how many it has begun.   idle: seconds since
-    it, or a rank that it waits for, has worked; negative: that it is still given.
+    it, or a rank that it waits for, has worked; negative: that it is still given.   chain: how many ranks wait for each other,
+    from this one to one that does not wait; in a circle it grows beyond the number of ranks.
     """
 
     def __init__(
@@ -69,11 +70,12 @@ class Header:
         waited: float,
         operations: int,
         idle: float,
+        chain: int,
     ) -> None:
         self.pid, self.seen, self.stacks = pid, seen, stacks
         self.phase, self.alarm = ProgramPhase(phase), Alarm(alarm)
         self.state, self.note = state.decode(), _text(note)
-        self.waited, self.operations, self.idle = waited, operations, idle
+        self.waited, self.operations, self.idle, self.chain = waited, operations, idle, chain
 
 
 class Operation:
@@ -121,7 +123,7 @@ class StatusTable:
 
     def introduce(self, rank: int, stacks: int) -> None:
         """Fill in the header of this process's row."""
-        values = os.getpid(), time(), stacks, ProgramPhase.RUNNING, b"R", b"", Alarm.NONE, 0.0, 0, 0.0
+        values = os.getpid(), time(), stacks, ProgramPhase.RUNNING, b"R", b"", Alarm.NONE, 0.0, 0, 0.0, 0
         _HEADER.pack_into(self._memory, rank * _ROW_NBYTES, *values)
 
     def set_phase(self, rank: int, phase: ProgramPhase) -> None:
@@ -160,6 +162,14 @@ class StatusTable:
     def set_idle(self, rank: int, seconds: float) -> None:
         """Record for how long this process's rank has not worked."""
         _IDLE.pack_into(self._memory, rank * _ROW_NBYTES + _IDLE_AT, seconds)
+
+    def set_chain(self, rank: int, ranks: int) -> None:
+        """Record how many ranks wait for each other, from this process's rank on."""
+        _CHAIN.pack_into(self._memory, rank * _ROW_NBYTES + _CHAIN_AT, ranks)
+
+    def chain(self, rank: int) -> int:
+        """How many ranks wait for each other, from a rank on."""
+        return int(_CHAIN.unpack_from(self._memory, rank * _ROW_NBYTES + _CHAIN_AT)[0])
 
     def beat(self, rank: int) -> None:
         """Record that this process's watchdog is awake."""
