@@ -158,10 +158,9 @@ class Accelerator(accelerate.Accelerator):
         That is models, optimizers, schedulers, the loss scale, random numbers, and where data loaders are.
         output_dir: a folder that all ranks share. With `ProjectConfiguration(automatic_checkpoint_naming=True)` it is the next
         one of the project's, of which `total_limit` are kept.   safe_serialization: has no effect.   Returns: the folder.
-        Raises ValueError for a next one that exists, for other options and for hooks of `register_save_state_pre_hook`;
-        otherwise as `checkpoint.save`.
+        Raises ValueError for a next one that exists, and for other options; otherwise as `checkpoint.save`.
         """
-        folder, keep = self._state_folder(output_dir, "save_state", options, self._save_model_state_pre_hook)
+        folder, keep = self._state_folder(output_dir, "save_state", options)
         if self.project_configuration.automatic_checkpoint_naming and any(comm.world().comm.exchange(folder.exists())):
             raise ValueError(
                 f"save_state on rank {self.process_index}: '{folder}' exists already; call load_state() first, or set "
@@ -175,25 +174,40 @@ class Accelerator(accelerate.Accelerator):
         """Load what `save_state` has saved, on any number of ranks, into what was prepared in the same order. Collective.
 
         input_dir: None: the newest one of `ProjectConfiguration(automatic_checkpoint_naming=True)`.
-        Raises ValueError for other options and for hooks of `register_load_state_pre_hook`; otherwise as `checkpoint.load`.
+        Raises ValueError for other options; otherwise as `checkpoint.load`.
         """
         if load_kwargs is not None:
             options["load_kwargs"] = load_kwargs
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
             found = checkpoint.latest(Path(self.project_dir or ".") / "checkpoints")
             input_dir = None if found is None else str(found)
-        folder, _ = self._state_folder(input_dir, "load_state", options, self._load_model_state_pre_hook)
+        folder, _ = self._state_folder(input_dir, "load_state", options)
         checkpoint.load(folder, self._checkpointed())
         number = folder.name.removeprefix("checkpoint_")
         if self.project_configuration.automatic_checkpoint_naming and number.isdecimal():
             self.project_configuration.iteration = int(number) + 1
 
-    def _state_folder(self, given: str | None, name: str, options: Any, hooks: Any) -> tuple[Path, int | None]:
+    def register_save_state_pre_hook(self, hook: Any) -> Any:
+        """Raises ValueError: a checkpoint of shards has no list of whole weights that a hook could change."""
+        raise self._no_hooks("register_save_state_pre_hook", "get_state_dict(model) on every rank, and write it on rank 0")
+
+    def register_load_state_pre_hook(self, hook: Any) -> Any:
+        """Raises ValueError, as `register_save_state_pre_hook`."""
+        raise self._no_hooks("register_load_state_pre_hook", "model.load_state_dict(...) on every rank")
+
+    def _no_hooks(self, name: str, instead: str) -> ValueError:
+        return ValueError(
+            f"{name} on rank {self.process_index}: save_state and load_state take shards of what was prepared, and give a "
+            f"hook no list of whole weights; leave the hook out, and do its work beside them: {instead}; other objects by "
+            "register_for_checkpointing"
+        )
+
+    def _state_folder(self, given: str | None, name: str, options: Any) -> tuple[Path, int | None]:
         """The folder, and how many of its kind are kept. Raises ValueError for what is not supported."""
-        if options or hooks:
-            what = ", ".join(options) if options else "hooks of models' states"
+        if options:
             raise ValueError(
-                f"{name} on rank {self.process_index}: expected no {what}; use shardrt.checkpoint directly for others"
+                f"{name} on rank {self.process_index}: expected no {', '.join(options)}; use shardrt.checkpoint directly for "
+                "others"
             )
         project = self.project_configuration
         if name == "save_state" and project.automatic_checkpoint_naming:

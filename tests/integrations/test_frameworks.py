@@ -278,6 +278,10 @@ def train_with_accelerate(world: World, folder: Path) -> None:
     assert padded.tolist() == [[1.0, 7.0 if world.rank == 0 else 1.0]] * 2
     with pytest.raises(ValueError, match=rf"save_state on rank {world.rank}: expected no weights_name"):
         accelerator.save_state("nowhere", weights_name="x")
+    with pytest.raises(ValueError, match=rf"register_save_state_pre_hook on rank {world.rank}: .* leave the hook out"):
+        accelerator.register_save_state_pre_hook(print)
+    with pytest.raises(ValueError, match=rf"register_load_state_pre_hook on rank {world.rank}: .* leave the hook out"):
+        accelerator.register_load_state_pre_hook(print)
     assert accelerator.gather(torch.full((1 + world.rank, 2), world.rank)).tolist() == [[0, 0], [1, 1], [1, 1]]
     resume_with_accelerate(world, folder)
     resume_a_drawn_order(folder)
