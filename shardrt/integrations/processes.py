@@ -7,9 +7,9 @@ call the functions of this file; elsewhere they do what they did.
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -18,7 +18,7 @@ from accelerate import PartialState
 from accelerate.utils import operations, random, recursively_apply
 
 from .. import comm
-from ..comm import ReduceOp, without_launcher_variables
+from ..comm import ReduceOp
 from . import world as ranks
 
 _BACKEND = "shardrt"
@@ -27,29 +27,10 @@ _OPERATIONS = {"sum": ReduceOp.SUM, "mean": ReduceOp.AVG, "max": ReduceOp.MAX}
 
 def join_world(state: Any) -> None:
     """Give a state of Accelerate, or of a class derived from it, this process's rank and device."""
+    _replace_all()
     world = comm.world()
     state.num_processes, state.process_index, state.local_process_index = world.size, world.rank, world.local_rank
     state.device, state.backend = world.device, _BACKEND
-
-
-@contextmanager
-def world_state() -> Iterator[None]:
-    """In the block, `TrainingArguments` and states of Accelerate that are made have the world's ranks, and no process group.
-
-    Arguments that are computed from the number of processes need it, such as those of TRL's `GRPOConfig`.
-    """
-    plain = PartialState.__init__
-
-    def init(state: Any, *args: Any, **options: Any) -> None:
-        plain(state, *args, **options)
-        join_world(state)
-
-    PartialState.__init__ = init
-    try:
-        with without_launcher_variables():
-            yield
-    finally:
-        PartialState.__init__ = plain
 
 
 # ---------------------------------------------------------------------- the functions, by their names in accelerate.utils
@@ -165,8 +146,10 @@ def replace(function: Any, own: Callable[..., Any]) -> None:
     function.__code__, function.__defaults__, function.__kwdefaults__ = _call_own.__code__, None, {"_own": choose}
 
 
-for _own in gather, gather_object, broadcast, broadcast_object_list, gather_tensor_shape, copy_tensor_to_devices, reduce:
-    replace(getattr(operations, _own.__name__), _own)
-replace(random.synchronize_rng_state, synchronize_rng_state)
-replace(PartialState.wait_for_everyone, _wait_for_everyone)
-replace(PartialState.use_distributed.fget, _use_distributed)
+@functools.cache
+def _replace_all() -> None:
+    for own in gather, gather_object, broadcast, broadcast_object_list, gather_tensor_shape, copy_tensor_to_devices, reduce:
+        replace(getattr(operations, own.__name__), own)
+    replace(random.synchronize_rng_state, synchronize_rng_state)
+    replace(PartialState.wait_for_everyone, _wait_for_everyone)
+    replace(PartialState.use_distributed.fget, _use_distributed)

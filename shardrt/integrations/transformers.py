@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,8 @@ from ..comm import without_launcher_variables
 from .accelerate import Accelerator, check_no_process_group
 from .evaluation import OwnRows, exact_evaluation, own_average
 from .pretrained import make_methods_collective
-from .processes import join_world, replace, world_state
+from .processes import join_world, replace
 from .world import Originals, full_state_dict, is_sharded, shard_blocks
-
-__all__ = ["ShardedTrainer", "ShardedTrainerMixin", "shard_model", "world_state"]
 
 _UNSUPPORTED = ("fsdp", "deepspeed", "parallelism_config", "auto_find_batch_size", "eval_use_gather_object")
 
@@ -275,12 +275,36 @@ def _main_process_first(args: transformers.TrainingArguments, local: bool = True
         yield
 
 
-replace(transformers.TrainingArguments.main_process_first, _main_process_first)  # which makes a context manager of it
+@functools.cache
+def _replace_main_process_first() -> None:
+    replace(transformers.TrainingArguments.main_process_first, _main_process_first)  # which makes a context manager of it
+
+
+@contextmanager
+def world_state() -> Iterator[None]:
+    """In the block, `TrainingArguments` and states of Accelerate that are made have the world's ranks, and no process group.
+
+    Arguments that are computed from the number of processes need it, such as those of TRL's `GRPOConfig`.
+    """
+    _replace_main_process_first()
+    plain = PartialState.__init__
+
+    def init(state: Any, *args: Any, **options: Any) -> None:
+        plain(state, *args, **options)
+        join_world(state)
+
+    PartialState.__init__ = init
+    try:
+        with without_launcher_variables():
+            yield
+    finally:
+        PartialState.__init__ = plain
 
 
 def _join_world(args: transformers.TrainingArguments) -> None:
     """Give `args` this process's rank and device. Raises ValueError for arguments that a sharded model does not support."""
     world = comm.world()
+    _replace_main_process_first()
     check_no_process_group("ShardedTrainer")
     unsupported = [name for name in _UNSUPPORTED if getattr(args, name, None)]
     if unsupported:
