@@ -280,4 +280,12 @@ def _settings(per_node: int) -> EnvironmentSettings:
     usual, _ = read(
         dict.fromkeys(("SHARDRT_TIMEOUT", "SHARDRT_START_TIMEOUT", "SHARDRT_PATIENCE", "SHARDRT_STRAGGLER"), "0"), "cpu"
     )
-    return replace(usual, device=META, check=False, check_batches=False, recorded_calls=_RECORDED, ranks_per_node=per_node)
+    return replace(
+        usual,
+        device=META,
+        check=False,
+        check_batches=False,
+        check_weights=False,
+        recorded_calls=_RECORDED,
+        ranks_per_node=per_node,
+    )

@@ -64,6 +64,7 @@ class EnvironmentSettings:
     straggler: float  # SHARDRT_STRAGGLER, a share of the time; 0.0: off
     check: bool  # SHARDRT_CHECK
     check_batches: bool  # SHARDRT_CHECK_BATCHES
+    check_weights: bool  # SHARDRT_CHECK_WEIGHTS
     recorded_calls: int  # SHARDRT_RECORDER
     dumps: Path | None  # SHARDRT_DUMP; None: a folder among the temporary files
     host_streams: str | None  # SHARDRT_HOST_STREAMS, "inline" or "threaded"; None: by the number of nodes
@@ -87,6 +88,7 @@ class EnvironmentSettings:
             "SHARDRT_STRAGGLER": f"{self.straggler:g}",
             "SHARDRT_CHECK": f"{self.check:d}",
             "SHARDRT_CHECK_BATCHES": f"{self.check_batches:d}",
+            "SHARDRT_CHECK_WEIGHTS": f"{self.check_weights:d}",
             "SHARDRT_HOST_STREAMS": self.host_streams or "not set",
             "SHARDRT_NODE_MEMORY": f"{self.node_memory:d}",
             "SHARDRT_RANKS_PER_NODE": f"{self.ranks_per_node or 'not set'}",
@@ -111,6 +113,7 @@ def read(
         straggler=reader.share("SHARDRT_STRAGGLER", 0.25),
         check=reader.flag("SHARDRT_CHECK", default=kind.type == "cpu"),
         check_batches=reader.flag("SHARDRT_CHECK_BATCHES", default=True),
+        check_weights=reader.flag("SHARDRT_CHECK_WEIGHTS", default=True),
         recorded_calls=reader.number("SHARDRT_RECORDER", range(_MAX_CALLS + 1), 2000),
         dumps=reader.folder("SHARDRT_DUMP"),
         host_streams=reader.one_of("SHARDRT_HOST_STREAMS", ("inline", "threaded")),

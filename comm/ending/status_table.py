@@ -18,15 +18,17 @@ from time import monotonic
 from .processes import state_of
 
 _ROW_NBYTES = 2176
-# pid, seen, stacks, phase, state, note, alarm, waited, operations, idle, steps, forwards, accumulates
-_HEADER = Struct("<qdiBc200sBdIdII?")
-_SEEN_AT, _PHASE_AT, _STATE_AT, _NOTE_AT, _ALARM_AT, _WAITED_AT, _IDLE_AT, _PROGRESS_AT = 8, 20, 21, 22, 222, 223, 235, 243
+# pid, seen, stacks, phase, state, note, alarm, waited, operations, idle, steps, forwards, accumulates, chain
+_HEADER = Struct("<qdiBc200sBdIdII?I")
+_SEEN_AT, _PHASE_AT, _STATE_AT, _NOTE_AT, _ALARM_AT, _WAITED_AT, _IDLE_AT = 8, 20, 21, 22, 222, 223, 235
+_PROGRESS_AT, _CHAIN_AT = 243, 252
 _NOTE_NBYTES, _HEADER_NBYTES = 200, 256
 WHAT_NBYTES = 64
 _ENTRY = Struct(f"<Q24sqqqd{WHAT_NBYTES}s")  # key, communicator, ended, count, number, since, what
 _BEGUN = Struct(f"<qqd{WHAT_NBYTES}s")
 _ENDED_AT, _BEGUN_AT = 32, 40
 _SEEN, _COUNT, _WAITED, _IDLE, _PROGRESS = Struct("<d"), Struct("<q"), Struct("<dI"), Struct("<d"), Struct("<II?")
+_CHAIN = Struct("<I")
 ENTRIES = (_ROW_NBYTES - _HEADER_NBYTES) // _ENTRY.size
 
 
@@ -56,7 +58,8 @@ class Header:
     makes it write its stacks to.   state: that of its process in /proc, as its node's first rank saw it.   note: its last call,
     once it is LEAVING.   waited: seconds that it has been inside operations.   operations: how many it has begun.   idle:
     seconds since it, or a rank that it waits for, has worked; negative: that it is still given.   steps, forwards, accumulates:
-    of its `Progress`.
+    of its `Progress`.   chain: how many ranks wait for each other, from this one to one that does not wait; in a circle it grows
+    beyond the number of ranks.
     """
 
     def __init__(
@@ -74,12 +77,13 @@ class Header:
         steps: int,
         forwards: int,
         accumulates: bool,
+        chain: int,
     ) -> None:
         self.pid, self.seen, self.stacks = pid, seen, stacks
         self.phase, self.alarm = ProgramPhase(phase), Alarm(alarm)
         self.state, self.note = state.decode(), _text(note)
         self.waited, self.operations, self.idle = waited, operations, idle
-        self.steps, self.forwards, self.accumulates = steps, forwards, accumulates
+        self.steps, self.forwards, self.accumulates, self.chain = steps, forwards, accumulates, chain
 
 
 class Operation:
@@ -129,7 +133,7 @@ class StatusTable:
 
     def introduce(self, rank: int, stacks: int) -> None:
         """Fill in the header of this process's row."""
-        values = os.getpid(), monotonic(), stacks, ProgramPhase.RUNNING, b"R", b"", Alarm.NONE, 0.0, 0, 0.0, 0, 0, False
+        values = os.getpid(), monotonic(), stacks, ProgramPhase.RUNNING, b"R", b"", Alarm.NONE, 0.0, 0, 0.0, 0, 0, False, 0
         _HEADER.pack_into(self._memory, rank * _ROW_NBYTES, *values)
 
     def set_phase(self, rank: int, phase: ProgramPhase) -> None:
@@ -172,6 +176,14 @@ class StatusTable:
     def set_progress(self, rank: int, steps: int, forwards: int, *, accumulates: bool) -> None:
         """Record how far the training of this process's rank is."""
         _PROGRESS.pack_into(self._memory, rank * _ROW_NBYTES + _PROGRESS_AT, steps, forwards, accumulates)
+
+    def set_chain(self, rank: int, ranks: int) -> None:
+        """Record how many ranks wait for each other, from this process's rank on."""
+        _CHAIN.pack_into(self._memory, rank * _ROW_NBYTES + _CHAIN_AT, ranks)
+
+    def chain(self, rank: int) -> int:
+        """How many ranks wait for each other, from a rank on."""
+        return int(_CHAIN.unpack_from(self._memory, rank * _ROW_NBYTES + _CHAIN_AT)[0])
 
     def beat(self, rank: int) -> None:
         """Record that this process's watchdog is awake."""

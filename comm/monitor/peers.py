@@ -120,9 +120,13 @@ class Peers:
 
     def is_lost(self, rank: int) -> bool:
         """True if the rank makes no more calls: it has left its program or a block of `agree()`, or its process has ended."""
-        if self._table.header(rank).phase in _LEFT or has_ended(self._process_state(rank)):
+        if self.has_left(rank) or has_ended(self._process_state(rank)):
             return True
         return any(o.what == AFTER_EXCEPTION and o.ended != o.count for o in self._table.operations(rank))
+
+    def has_left(self, rank: int) -> bool:
+        """True if the rank's program has reached its end."""
+        return self._table.header(rank).phase in _LEFT
 
     def is_in_operation(self, rank: int) -> bool:
         """True if the rank waits for others."""

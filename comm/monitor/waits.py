@@ -103,6 +103,7 @@ class OverdueWait:
     missing: list[int]
     is_under_way: Callable[[], bool]
     error: str | None = None  # an error of the communicator, because of which it cannot come through
+    in_circle: bool = False  # the ranks that have not reached it wait, in the end, for this one
 
     @property
     def everyone_is_here(self) -> bool:

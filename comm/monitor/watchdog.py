@@ -2,11 +2,11 @@
 
 Each rank writes what it does into the status table (`ending/status_table.py`), and its watchdog checks the rank's own
 operations several times a second. An operation is overdue after SHARDRT_TIMEOUT seconds (600; 0: never), or after a few seconds
-if it waits for a rank that has left its program or whose process has ended, or at once if its communicator has an error on the
-GPU; while all ranks that it waits for work (`activity.py`), or wait for ranks that do, only after SHARDRT_PATIENCE (3600). Then
-the rank raises the alarm in its row. If the operation does not come through meanwhile, one of the ranks that raised it writes
-the report, with the stacks of the ranks of its node (`states.py` says which one, and when); each rank writes its flight
-recorder's dump; the job ends with exit code 17.
+if it waits for a rank that has left its program or whose process has ended, or in a circle for one that waits for this one
+(`circles.py`), or at once if its communicator has an error on the GPU; while all ranks that it waits for work (`activity.py`),
+or wait for ranks that do, only after SHARDRT_PATIENCE (3600). Then the rank raises the alarm in its row. If the operation does
+not come through meanwhile, one of the ranks that raised it writes the report, with the stacks of the ranks of its node
+(`states.py` says which one, and when); each rank writes its flight recorder's dump; the job ends with exit code 17.
 
 A rank that is stopped, or runs C code that holds the GIL, cannot report; other ranks report it, with its stacks
 (`ending/stacks.py`).
@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import inf
+from threading import get_ident
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -33,6 +34,7 @@ from ..progress import described, progress
 from ..recorder import Recorder
 from ..streams import is_capturing, observe
 from .activity import Activity
+from .circles import ADVICE, Callers, chain_of
 from .exit_handlers import NOTHING, Aborter
 from .guarding import RankGuard
 from .peers import Heartbeats, Peers, share_table
@@ -80,6 +82,7 @@ class Watchdog(Hook):
             log(self._rank, f"the watchdog has no connection to the nodes of {name_ranks(self._channel.missing)}")
         self._decision = Decision(self._table, self._rank, [process.node for process in processes], timing)
         self._inside = TimeInside()
+        self._callers = Callers()
         self._stragglers = Stragglers(self._table, self._rank, timing, self._inside)
         self._heartbeats = Heartbeats(self._table, peers.nodes, timing)
         self._cut_short = ""  # the call that an exception has taken the main thread out of, until its next
@@ -95,10 +98,12 @@ class Watchdog(Hook):
     # ------------------------------------------------------------------ the hook
 
     def called(self, calls: CallList, work: Work) -> None:
+        self._callers.add(get_ident())
         if calls[0].comm.is_async and not is_capturing():
             self._watch(calls[0]).pending.append((calls[0].number, calls.description.shared, work))
 
     def before(self, calls: CallList) -> None:
+        self._callers.add(get_ident())
         self._cut_short = ""
         self._watch(calls[0]).begin(calls)
 
@@ -206,7 +211,7 @@ class Watchdog(Hook):
     def _overdue(self, elapsed: float) -> OverdueWait | None:
         self._recorder.poll()
         self._activity.tick()
-        overdue, idle = None, list[float]()
+        overdue, idle, chains, last = None, list[float](), list[int](), None
         for (comm, _), watched in self._watched.copy().items():  # other threads add to it; list() would fail then
             wait = watched.advance(elapsed)
             if wait is None or overdue is not None:
@@ -214,17 +219,33 @@ class Watchdog(Hook):
             if (error := comm.async_error()) is not None:
                 overdue = OverdueWait(wait, self._peers.missing(wait), watched.is_where_it_was, error)
             if overdue is not None or watched.seconds < min(self._timing.lost_s, self._timing.timeout_s):
+                chains.append(0)
                 continue
             missing = self._peers.missing(wait)
+            chains.append(chain_of(self._table, missing))
             # A circle of ranks that wait for each other grows older with each look.
             idle.append(elapsed + max((self._peers.idle(rank, self._heartbeats) for rank in missing), default=inf))
             if any(map(self._peers.is_lost, missing)) or self._is_late(watched, wait, missing, idle[-1]):
                 overdue = OverdueWait(wait, missing, watched.is_where_it_was)
+            last = OverdueWait(wait, missing, watched.is_where_it_was, in_circle=True)
+        given = self._given_until - time.monotonic()
+        if self._is_in_circle(min(chains, default=0) if given <= 0.0 else 0):
+            overdue = overdue or last
         if idle:  # what this rank does while it waits does not count as work
             self._activity.idle_s = 0.0
-        given = self._given_until - time.monotonic()
         self._table.set_idle(self._rank, -given if given > 0.0 else max(idle, default=self._activity.idle_s))
         return overdue
+
+    def _is_in_circle(self, chain: int) -> bool:
+        """Whether so many ranks that wait for each other, from this one on, are a circle of ranks."""
+        if chain and (
+            self._survives  # its end is that of a lost rank
+            or self._table.header(self._rank).phase is not ProgramPhase.RUNNING  # who waits for it knows
+            or not self._callers.wait()
+        ):
+            chain = 0
+        self._table.set_chain(self._rank, chain)
+        return chain > self._table.size
 
     def _is_late(self, watched: Watched, wait: Wait, missing: list[int], idle: float) -> bool:
         """Whether a wait for these ranks takes too long. idle: for how long the one that works least has not worked."""
@@ -339,6 +360,7 @@ class Watchdog(Hook):
             f"present: {name_ranks(present)}; missing: {name_ranks(missing) if missing else 'none'}",
             *(f"missing {self._peers.describe(rank, self._heartbeats)}" for rank in missing),
             *self._unequal_progress(wait, missing),
+            *([ADVICE] if overdue.in_circle or any(map(self._peers.has_left, missing)) else []),
         ]
 
     def _unequal_progress(self, wait: Wait, missing: list[int]) -> list[str]:
@@ -363,6 +385,9 @@ class Watchdog(Hook):
         wait, limit_s, variable = overdue.wait, self._timing.timeout_s, "SHARDRT_TIMEOUT"
         if overdue.error is not None:
             return f"NCCL failed in {wait}: {overdue.error}"
+        if overdue.in_circle:
+            others = name_ranks(overdue.missing)
+            return f"waited {wait.seconds // 1:.0f} s in {wait}, and no rank can go on: {others} cannot come, waiting elsewhere"
         if wait.seconds >= self._timing.patience_s:
             limit_s, variable = self._timing.patience_s, "SHARDRT_PATIENCE"
         return f"waited {wait.seconds // 1:.0f} s in {wait} (limit {limit_s:.0f} s, {variable})"

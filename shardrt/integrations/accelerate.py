@@ -18,10 +18,8 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, S
 from .. import checkpoint, comm
 from ..comm import ReduceOp, without_launcher_variables
 from ..optim import clip_grad_norm_
-from ..torch_internals import tree_leaves
-from .world import check_sharded, full_state_dict, gather_rows, no_gradient_sync, reduce
-
-_OPERATIONS = {"sum": ReduceOp.SUM, "mean": ReduceOp.AVG, "max": ReduceOp.MAX}
+from . import processes
+from .world import check_sharded, full_state_dict, no_gradient_sync, reduce
 
 
 class Accelerator(accelerate.Accelerator):
@@ -29,7 +27,8 @@ class Accelerator(accelerate.Accelerator):
 
     Shard the model with `fully_shard` before you create the optimizer. `prepare` leaves both unchanged, splits the batches
     among the ranks, and applies autocast. `gather`, `reduce`, `pad_across_processes`, `gather_for_metrics`, `no_sync`,
-    `accumulate`, `clip_grad_norm_`, `wait_for_everyone`, `get_state_dict`, `save_state` and `load_state` span the ranks.
+    `accumulate`, `clip_grad_norm_`, `wait_for_everyone`, `get_state_dict`, `save_state` and `load_state` span the ranks, and so
+    do `accelerate.PartialState` and the functions of `accelerate.utils`, by whatever name a program has imported them.
     `prepare` raises ValueError for a trainable parameter that is not sharded, and for a data loader that has not the same
     number of batches on every rank.
     These raise RuntimeError: other plugins for distributed training, and an existing process group.
@@ -53,11 +52,13 @@ class Accelerator(accelerate.Accelerator):
                 f"Accelerator(dispatch_batches=True) on rank {self.process_index}: each rank reads its own batches; remove it"
             )
         self.dataloader_config.dispatch_batches = False
-        world = comm.world()
-        # Accelerate's own helpers, such as its logger, read the state that its objects share.
-        for state in (accelerate.PartialState(), self.state):
-            state.num_processes, state.process_index, state.local_process_index = world.size, world.rank, world.local_rank
-            state.device = world.device
+        self._share_ranks()
+
+    def _share_ranks(self) -> None:
+        """Let the state that Accelerate's objects and functions share be the world's; other `TrainingArguments` clear it."""
+        with without_launcher_variables():
+            for state in (accelerate.PartialState(), self.state):
+                processes.join_world(state)
 
     # Properties, since creating another `TrainingArguments` clears the shared state.
 
@@ -92,23 +93,15 @@ class Accelerator(accelerate.Accelerator):
 
     def gather(self, tensor: Any) -> Any:
         """The ranks' tensors concatenated along dim 0, in which they may differ; a 0-dim tensor is one row. Collective."""
-        return recursively_apply(gather_rows, tensor, error_on_other_type=True)
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather tensors without the samples that fill the last batch. Raises RuntimeError for other objects. Collective."""
-        leaves = tree_leaves(input_data)
-        if use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
-            raise RuntimeError(
-                f"gather_for_metrics on rank {self.process_index}: expected tensors, found "
-                f"{sorted({type(leaf).__name__ for leaf in leaves})}; use shardrt.world().comm.exchange() for other objects"
-            )
-        return super().gather_for_metrics(input_data)
+        return processes.gather(tensor)
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> DataLoader[Any]:
         """Split the batches among the ranks, as Accelerate does. All ranks draw rows in the order of rank 0."""
         if not getattr(data_loader, "_is_accelerate_prepared", False):
             _share_order(data_loader)
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        # The order is shared already: that Accelerate exchanges its generator each epoch would make iterating collective.
+        prepared.rng_types = [kind for kind in getattr(prepared, "rng_types", None) or () if kind != "generator"]
         sampler, batches = _sampler_of(prepared), getattr(prepared, "batch_sampler", None)
         if isinstance(sampler, SeedableRandomSampler):
             sampler.initial_seed = comm.world().comm.exchange(sampler.initial_seed)[0]
@@ -124,9 +117,7 @@ class Accelerator(accelerate.Accelerator):
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum, mean or maximum of the ranks' tensors. Collective."""
-        if reduction == "none":
-            return tensor
-        return recursively_apply(lambda one: reduce(one, _OPERATIONS[reduction]) * scale, tensor, error_on_other_type=True)
+        return processes.reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """The tensors padded along `dim` to the largest size on any rank. Collective."""
@@ -167,10 +158,9 @@ class Accelerator(accelerate.Accelerator):
         That is models, optimizers, schedulers, the loss scale, random numbers, and where data loaders are.
         output_dir: a folder that all ranks share. With `ProjectConfiguration(automatic_checkpoint_naming=True)` it is the next
         one of the project's, of which `total_limit` are kept.   safe_serialization: has no effect.   Returns: the folder.
-        Raises ValueError for a next one that exists, for other options and for hooks of `register_save_state_pre_hook`;
-        otherwise as `checkpoint.save`.
+        Raises ValueError for a next one that exists, and for other options; otherwise as `checkpoint.save`.
         """
-        folder, keep = self._state_folder(output_dir, "save_state", options, self._save_model_state_pre_hook)
+        folder, keep = self._state_folder(output_dir, "save_state", options)
         if self.project_configuration.automatic_checkpoint_naming and any(comm.world().comm.exchange(folder.exists())):
             raise ValueError(
                 f"save_state on rank {self.process_index}: '{folder}' exists already; call load_state() first, or set "
@@ -184,25 +174,40 @@ class Accelerator(accelerate.Accelerator):
         """Load what `save_state` has saved, on any number of ranks, into what was prepared in the same order. Collective.
 
         input_dir: None: the newest one of `ProjectConfiguration(automatic_checkpoint_naming=True)`.
-        Raises ValueError for other options and for hooks of `register_load_state_pre_hook`; otherwise as `checkpoint.load`.
+        Raises ValueError for other options; otherwise as `checkpoint.load`.
         """
         if load_kwargs is not None:
             options["load_kwargs"] = load_kwargs
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
             found = checkpoint.latest(Path(self.project_dir or ".") / "checkpoints")
             input_dir = None if found is None else str(found)
-        folder, _ = self._state_folder(input_dir, "load_state", options, self._load_model_state_pre_hook)
+        folder, _ = self._state_folder(input_dir, "load_state", options)
         checkpoint.load(folder, self._checkpointed())
         number = folder.name.removeprefix("checkpoint_")
         if self.project_configuration.automatic_checkpoint_naming and number.isdecimal():
             self.project_configuration.iteration = int(number) + 1
 
-    def _state_folder(self, given: str | None, name: str, options: Any, hooks: Any) -> tuple[Path, int | None]:
+    def register_save_state_pre_hook(self, hook: Any) -> Any:
+        """Raises ValueError: a checkpoint of shards has no list of whole weights that a hook could change."""
+        raise self._no_hooks("register_save_state_pre_hook", "get_state_dict(model) on every rank, and write it on rank 0")
+
+    def register_load_state_pre_hook(self, hook: Any) -> Any:
+        """Raises ValueError, as `register_save_state_pre_hook`."""
+        raise self._no_hooks("register_load_state_pre_hook", "model.load_state_dict(...) on every rank")
+
+    def _no_hooks(self, name: str, instead: str) -> ValueError:
+        return ValueError(
+            f"{name} on rank {self.process_index}: save_state and load_state take shards of what was prepared, and give a "
+            f"hook no list of whole weights; leave the hook out, and do its work beside them: {instead}; other objects by "
+            "register_for_checkpointing"
+        )
+
+    def _state_folder(self, given: str | None, name: str, options: Any) -> tuple[Path, int | None]:
         """The folder, and how many of its kind are kept. Raises ValueError for what is not supported."""
-        if options or hooks:
-            what = ", ".join(options) if options else "hooks of models' states"
+        if options:
             raise ValueError(
-                f"{name} on rank {self.process_index}: expected no {what}; use shardrt.checkpoint directly for others"
+                f"{name} on rank {self.process_index}: expected no {', '.join(options)}; use shardrt.checkpoint directly for "
+                "others"
             )
         project = self.project_configuration
         if name == "save_state" and project.automatic_checkpoint_naming:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from ..comm import without_launcher_variables
 from .accelerate import Accelerator, check_no_process_group
 from .evaluation import OwnRows, exact_evaluation, own_average
 from .pretrained import make_methods_collective
+from .processes import join_world, replace
 from .world import Originals, full_state_dict, is_sharded, shard_blocks
 
 _UNSUPPORTED = ("fsdp", "deepspeed", "parallelism_config", "auto_find_batch_size", "eval_use_gather_object")
@@ -123,6 +126,7 @@ class ShardedTrainerMixin:
         return _for_all_ranks(super()._get_eval_sampler(*args, **kwargs))  # type: ignore[misc]
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        self.accelerator._share_ranks()
         _check_layer_drop(self.model)
         _seed_other_ranks()
         return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
@@ -143,6 +147,7 @@ class ShardedTrainerMixin:
         return loss
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        self.accelerator._share_ranks()
         own = OwnRows(dataloader)
         with exact_evaluation(self, own):
             return super().evaluation_loop(own, *args, **kwargs)  # type: ignore[misc]
@@ -264,9 +269,42 @@ class _WorldState(PartialState):
     _shared_state = SharedDict()  # not PartialState's, which every new TrainingArguments clears
 
 
+def _main_process_first(args: transformers.TrainingArguments, local: bool = True, desc: str = "work") -> Iterator[None]:
+    state = PartialState()
+    with state.local_main_process_first() if local else state.main_process_first():
+        yield
+
+
+@functools.cache
+def _replace_main_process_first() -> None:
+    replace(transformers.TrainingArguments.main_process_first, _main_process_first)  # which makes a context manager of it
+
+
+@contextmanager
+def world_state() -> Iterator[None]:
+    """In the block, `TrainingArguments` and states of Accelerate that are made have the world's ranks, and no process group.
+
+    Arguments that are computed from the number of processes need it, such as those of TRL's `GRPOConfig`.
+    """
+    _replace_main_process_first()
+    plain = PartialState.__init__
+
+    def init(state: Any, *args: Any, **options: Any) -> None:
+        plain(state, *args, **options)
+        join_world(state)
+
+    PartialState.__init__ = init
+    try:
+        with without_launcher_variables():
+            yield
+    finally:
+        PartialState.__init__ = plain
+
+
 def _join_world(args: transformers.TrainingArguments) -> None:
     """Give `args` this process's rank and device. Raises ValueError for arguments that a sharded model does not support."""
     world = comm.world()
+    _replace_main_process_first()
     check_no_process_group("ShardedTrainer")
     unsupported = [name for name in _UNSUPPORTED if getattr(args, name, None)]
     if unsupported:
@@ -276,8 +314,7 @@ def _join_world(args: transformers.TrainingArguments) -> None:
     with without_launcher_variables():
         args.device  # noqa: B018  # creates the cached state now, before Accelerate chooses a device
         state = _WorldState(cpu=world.device.type == "cpu")
-    state.num_processes, state.process_index, state.local_process_index = world.size, world.rank, world.local_rank
-    state.device = world.device
+    join_world(state)
     args.distributed_state = state
     args.__dict__["_setup_devices"] = world.device  # a cached property
     args._n_gpu = int(world.device.type == "cuda")  # a larger value would wrap the model in nn.DataParallel

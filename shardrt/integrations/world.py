@@ -59,6 +59,19 @@ def reduce(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
     return sent.to(tensor.device)
 
 
+@torch.no_grad()
+def broadcast(tensor: torch.Tensor, root: int) -> torch.Tensor:
+    """`tensor`, into which the values of rank `root`'s are written. Collective.
+
+    All ranks pass the same shape and dtype. Not differentiable. Cost: one broadcast.
+    Raises ValueError for a root that is not a rank.
+    """
+    world = comm.world()
+    sent = tensor.detach().to(world.device).contiguous()
+    world.comm.broadcast(sent, sent, root, stream=world.stream).wait(world.stream)
+    return tensor.copy_(sent)
+
+
 # ---------------------------------------------------------------------- sharding
 
 

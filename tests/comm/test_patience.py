@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 
@@ -104,7 +105,7 @@ def test_a_clock_that_is_set() -> None:
     ("last", "patience", "says"),
     [
         ("work(60) if world.rank == 0 else world.barrier()", "4", r"waited [4-9] s in .* \(limit 4 s, SHARDRT_PATIENCE\)"),
-        ("(one, two)[world.rank].exchange(None)", "3600", r"waited [2-9] s in .* \(limit 2 s, SHARDRT_TIMEOUT\)"),
+        ("(one, two)[world.rank].exchange(None)", "3600", r"waited 1 s in .*, and no rank can go on: rank \d cannot come"),
     ],
     ids=["for too long", "in a circle"],
 )
@@ -119,6 +120,107 @@ work(1)
     done = run_script(source, 2, SHARDRT_TIMEOUT="2", SHARDRT_PATIENCE=patience, SHARDRT_MONITOR_TIMING=timing)
     assert done.returncode == 17, done.stderr
     assert re.search(says, done.stderr), done.stderr
+
+
+IN_A_CIRCLE = {
+    "of two": "(one if world.rank == 0 else two).exchange(None)",
+    "with a barrier": "one.exchange(None) if world.rank == 0 else world.barrier()",
+    "of three": """
+pairs = [world.comm.subset(pair, f"pair {pair}") if world.rank in pair else None for pair in ((0, 1), (1, 2), (0, 2))]
+pairs[(0, 1, 2)[world.rank]].exchange(None)
+""",
+    "behind a stream's thread": """
+stream = world.stream_for("gather")
+comm = one if world.rank == 0 else two
+comm.all_gather(torch.zeros(3), torch.zeros(1), stream=stream)
+stream.synchronize()
+""",
+    "with a message": """
+if world.rank == 0:
+    one.recv(torch.zeros(1), 1, stream=world.stream).synchronize()
+else:
+    two.exchange(None)
+""",
+}
+
+
+@pytest.mark.parametrize("calls", IN_A_CIRCLE.values(), ids=IN_A_CIRCLE)
+def test_a_circle_is_told_within_seconds(calls: str) -> None:
+    source = f"""
+import time
+import torch
+import shardrt
+world = shardrt.init("cpu")
+one, two = (world.comm.split(0, world.rank, name) for name in ("one", "two"))
+{calls}
+"""
+    streams = "threaded" if "thread" in calls or "stream.synchronize" in calls else "inline"
+    started = time.monotonic()
+    done = run_script(source, 3, SHARDRT_TIMEOUT="300", SHARDRT_HOST_STREAMS=streams)
+    assert done.returncode == 17, done.stderr
+    assert time.monotonic() - started < 60.0
+    said = r"waited [4-9] s in #\d+ .*, and no rank can go on: ranks? [\d, ]+ cannot come, waiting elsewhere; ending the job"
+    assert re.search(said, done.stderr), done.stderr
+    assert "every rank has to make the same calls in the same order" in done.stderr
+
+
+def test_what_is_no_circle() -> None:
+    """Ranks that wait for each other, while a thread, a sleeping rank, a late message or one that has patience will come."""
+    source = """
+import threading, time
+import torch
+import shardrt
+world = shardrt.init("cpu")
+rank = world.rank
+one, two, three = (world.comm.split(0, rank, name) for name in ("one", "two", "three"))
+
+def after_a_while(call):
+    time.sleep(3)
+    call()
+
+thread = threading.Thread(target=after_a_while, args=(lambda: two.exchange(None),))
+if rank == 0:  # the others come to this call when the thread has come to theirs
+    thread.start()
+    one.exchange(None)
+    thread.join()
+else:
+    two.exchange(None)
+    one.exchange(None)
+
+pairs = [world.comm.subset((r, r + 1), f"pair {r}") if rank in (r, r + 1) else None for r in range(world.size - 1)]
+if rank == 0:  # each rank waits for the one before it
+    time.sleep(3)
+for pair in pairs:
+    if pair is not None:
+        pair.exchange(None)
+
+stream = world.stream_for("gather")
+out = torch.zeros(world.size)
+if rank == 0:  # a stream waits for the others, who wait for this rank's own thread
+    work = three.all_gather(out, torch.ones(1), stream=stream)
+    time.sleep(3)
+    two.exchange(None)
+else:
+    two.exchange(None)
+    work = three.all_gather(out, torch.ones(1), stream=stream)
+work.synchronize()
+assert out.tolist() == [1.0] * world.size
+
+if rank == 0:
+    one.recv(out, 1, stream=stream).synchronize()
+    two.exchange(None)
+elif rank == 1:
+    time.sleep(3)
+    one.send(out, 0, stream=stream).synchronize()
+    two.exchange(None)
+else:
+    two.exchange(None)
+print("through", flush=True)
+"""
+    done = run_script(source, 4, SHARDRT_TIMEOUT="300", SHARDRT_HOST_STREAMS="threaded", SHARDRT_MONITOR_TIMING="lost_s=1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("through") == 4
+    assert not done.stderr
 
 
 @pytest.mark.parametrize(("patience", "code"), [("3600", 0), pytest.param("5", 17, marks=pytest.mark.all)])

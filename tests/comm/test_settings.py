@@ -20,7 +20,7 @@ from shardrt.comm.monitor.timing import Timing
 from shardrt.comm.settings import EnvironmentSettings, MalformedVariable, SettingsError, agree, launched, read
 
 SECONDS = ("SHARDRT_TIMEOUT", "SHARDRT_START_TIMEOUT")
-FLAGS = ("SHARDRT_CHECK", "SHARDRT_CHECK_BATCHES")
+FLAGS = ("SHARDRT_CHECK", "SHARDRT_CHECK_BATCHES", "SHARDRT_CHECK_WEIGHTS")
 NUMBERS = ("SHARDRT_RECORDER", "SHARDRT_RANKS_PER_NODE")
 SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 
@@ -37,7 +37,8 @@ def test_defaults() -> None:
     made = settings({})
     assert made == settings(dict.fromkeys((*SECONDS, *FLAGS, *NUMBERS, "SHARDRT_DUMP", "SHARDRT_HOST_STREAMS"), ""))
     assert (made.start_timeout_s, made.straggler) == (120.0, 0.25)
-    assert (made.timeout_s, made.check, made.check_batches, made.recorded_calls) == (600.0, True, True, 2000)
+    assert (made.timeout_s, made.check, made.check_batches, made.check_weights) == (600.0, True, True, True)
+    assert made.recorded_calls == 2000
     assert (made.dumps, made.host_streams, made.ranks_per_node, made.monitor_timing) == (None, None, None, "")
     assert settings({"SHARDRT_TIMEOUT": "0"}).timeout_s == math.inf
     assert settings({"SHARDRT_TIMEOUT": " 2.5e1 "}).timeout_s == 25.0
@@ -154,6 +155,7 @@ def test_all_ranks_refuse_together(world: World) -> None:
     for variable, one, other in (
         ("SHARDRT_CHECK", "0", "1"),
         ("SHARDRT_CHECK_BATCHES", "0", "1"),
+        ("SHARDRT_CHECK_WEIGHTS", "0", "1"),
         ("SHARDRT_RANKS_PER_NODE", "1", "2"),
         ("SHARDRT_HOST_STREAMS", "threaded", "inline"),
         ("SHARDRT_TIMEOUT", "3", "600"),

@@ -15,13 +15,15 @@ from mpi4py import MPI
 from torch import nn
 
 import shardrt
-from ranks import on_ranks
+from ranks import on_ranks, settings_of
+from shardrt import checkpoint
 from shardrt.comm import ReduceOp, World
 from shardrt.comm.backends.mpi import MpiBackend
 from shardrt.comm.backends.node_algorithms import NodeAlgorithms
 from shardrt.comm.backends.shared_memory import _warn_of_no_space, reserve
 from shardrt.fsdp.gather.gather import FlatGather
 from shardrt.fsdp.reduce.reduce import GradientReduction
+from shardrt.parallel import ColwiseParallel, RowwiseParallel
 from toys import OddMLP, TiedGPT, batch, loss_of, refused, shard_blocks, tokens
 
 
@@ -546,3 +548,72 @@ def test_weights_changed_after_a_forward_without_backward(world: World) -> None:
             with torch.no_grad():
                 param.copy_(value.full_tensor())
         torch.testing.assert_close(found.detach(), fresh(batch(0)).detach(), rtol=1e-12, atol=1e-12)
+
+
+def drawn_alone(world: World, seed: int | None = None) -> nn.Sequential:
+    """A model whose weights each rank has drawn by a seed of its own, or all by one."""
+    with torch.random.fork_rng():
+        torch.manual_seed(100 + world.rank if seed is None else seed)
+        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).double()
+
+
+@on_ranks(1, 2, 3, 4)
+def test_ranks_that_have_sharded_other_weights(world: World) -> None:
+    def shard(model: nn.Sequential, **options: Any) -> nn.Sequential:
+        shardrt.fully_shard(model[0], **options)
+        return shardrt.fully_shard(model, **options)
+
+    def run(model: nn.Module) -> None:
+        model(torch.full((2, 8), world.rank, dtype=torch.float64)).sum().backward()
+
+    def is_refused(model: nn.Module, name: str) -> None:
+        if world.size == 1:
+            run(model)
+        else:
+            said = (
+                rf"first forward of 'Sequential': '{name}'.* had other values on rank 1 than on rank 0 when fully_shard took .*"
+            )
+            refused(said + r"torch.manual_seed.*SHARDRT_CHECK_WEIGHTS=0", lambda: run(model))
+
+    run(shard(drawn_alone(world, seed=3)))
+    is_refused(shard(drawn_alone(world)), "2.weight")
+    replicas = shardrt.DeviceMesh(world.comm).unflatten((world.size, 1), ("replicate", "shard"))
+    is_refused(shard(drawn_alone(world), mesh=replicas), "2.weight")
+    partly = drawn_alone(world, seed=3)
+    partly[0].weight = drawn_alone(world)[0].weight
+    is_refused(shard(partly), "0.weight")
+    with settings_of(world, check_weights=False):
+        run(shard(drawn_alone(world)))
+
+    # Weights that are written before the first forward, by whatever way, and from whatever values.
+    whole = drawn_alone(world)
+    state = whole.state_dict() if world.rank == 0 else {}
+    options = checkpoint.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    loaded = shard(copy.deepcopy(whole))
+    checkpoint.set_model_state_dict(loaded, state, options=options)
+    run(loaded)
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value.full_tensor(), world.comm.exchange(whole.state_dict()[name])[0])
+    behind = shard(drawn_alone(world))
+    for param in behind.parameters():
+        param.data.to_local().fill_(0.5)
+    run(behind)
+    empty = shard(drawn_alone(world).to("meta"))
+    empty.to_empty(device=world.device)
+    for param in empty.parameters():
+        nn.init.uniform_(param)
+    run(empty)
+
+
+@on_ranks(4)
+def test_tensor_parallel_ranks_that_have_sharded_other_weights(world: World) -> None:
+    mesh = shardrt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    for seed in (3, None):
+        model = shardrt.parallel.parallelize_module(drawn_alone(world, seed), mesh["tp"], plan)
+        shardrt.fully_shard(model, mesh=mesh["dp"])
+        run = lambda model=model: model(torch.ones(2, 8, dtype=torch.float64)).sum().backward()  # noqa: E731
+        if seed is None:
+            refused("'0.weight'.* had other values on rank [23] than on rank [01]", run)
+        else:
+            run()

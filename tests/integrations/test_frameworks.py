@@ -97,6 +97,140 @@ def test_transformers(tmp_path: Path) -> None:
     run_on_ranks("train_with_transformers", tmp_path, "transformers", "accelerate")
 
 
+def test_accelerate_utils(tmp_path: Path) -> None:
+    run_on_ranks("call_accelerate_utils", tmp_path, "accelerate", "transformers")
+
+
+def call_accelerate_utils(world: World, folder: Path) -> None:
+    """Every public function of accelerate.utils.operations and member of the states that span processes."""
+    import inspect
+
+    import accelerate
+    from accelerate import utils
+    from accelerate.utils import (  # by name, before the world is joined
+        broadcast,
+        broadcast_object_list,
+        copy_tensor_to_devices,
+        gather,
+        gather_object,
+        operations,
+        pad_across_processes,
+        reduce,
+        synchronize_rng_states,
+    )
+    from transformers import TrainingArguments
+
+    from shardrt.integrations.accelerate import Accelerator
+    from shardrt.integrations.transformers import world_state
+
+    own = torch.tensor([[float(world.rank)]], dtype=torch.float64)
+    with shardrt.without_launcher_variables():
+        assert accelerate.PartialState(cpu=True).num_processes == 1
+    assert torch.equal(gather(own), own)
+    assert gather_object([world.rank]) == [world.rank]
+    accelerate.PartialState._reset_state()
+
+    accelerator = Accelerator()
+    both = torch.zeros(2, 3)
+    crossing: dict[str, tuple[Any, Any]] = {
+        "broadcast": (lambda: broadcast({"a": own.clone().t()}, from_process=1)["a"].tolist(), [[1.0]]),
+        "broadcast_object_list": (lambda: broadcast_object_list([f"rank {world.rank}"], from_process=1), ["rank 1"]),
+        "copy_tensor_to_devices": (lambda: copy_tensor_to_devices(own + 3 if world.rank == 1 else None).tolist(), [[4.0]]),
+        "gather": (lambda: [each.tolist() for each in gather([own, own[0, 0]])], [[[0.0], [1.0]], [0.0, 1.0]]),
+        "gather_object": (lambda: gather_object([{"rank": world.rank}, None]), [{"rank": 0}, None, {"rank": 1}, None]),
+        "gather_tensor_shape": (lambda: operations.gather_tensor_shape(both if world.rank else None)[0].tolist(), [[2], [3]]),
+        "pad_across_processes": (
+            lambda: pad_across_processes(torch.ones(1, world.rank + 1), dim=-1, pad_index=7, pad_first=True).tolist(),
+            [[1.0, 1.0]] if world.rank else [[7.0, 1.0]],
+        ),
+        "reduce": (lambda: [reduce(own + 1, kind).item() for kind in ("sum", "mean", "max")], [3.0, 1.5, 2.0]),
+    }
+    local = {
+        "GatheredParameters", "chained_operation", "concatenate", "convert_outputs_to_fp32", "convert_to_fp32",
+        "find_batch_size", "find_device",
+        "get_data_structure", "get_shape", "honor_type", "ignorant_find_batch_size", "initialize_tensors", "is_namedtuple",
+        "is_tensor_information", "is_torch_tensor", "is_torch_xpu_tensor", "listify", "pad_input_tensors", "recursively_apply",
+        "send_to_device", "slice_tensors", "verify_operation",
+    }  # fmt: skip
+    public = {
+        name
+        for name, value in inspect.getmembers(operations, inspect.isfunction)
+        if value.__module__ == operations.__name__ and not name.startswith("_")
+    }
+    assert public == local | set(crossing), public ^ (local | set(crossing))
+    for name, (call, expected) in crossing.items():
+        assert call() == expected, name
+    assert reduce(torch.tensor(world.rank), "sum").dtype == torch.int64
+    with pytest.raises(ValueError, match=rf"copy_tensor_to_devices on rank {world.rank}: .*, found tensors on ranks \[0, 1\]"):
+        copy_tensor_to_devices(own)
+    with pytest.raises(ValueError, match=rf"_list on rank {world.rank}: expected from_process in 0..1, found 2"):
+        broadcast_object_list([0], from_process=2)
+    with pytest.raises(ValueError, match=rf"reduce on rank {world.rank}: expected one of sum, mean, max or none, found 'min'"):
+        reduce(own, "min")
+    assert str(inspect.signature(gather)) == "(tensor)"
+    assert {name for name in dir(accelerate.PartialState) if not name.startswith("_")} == {
+        "default_device", "destroy_process_group", "initialized", "print", "set_device",  # the same in one process
+        "is_last_process", "is_local_main_process", "is_main_process", "use_distributed", "local_main_process_first",
+        "main_process_first", "on_last_process", "on_local_main_process", "on_local_process", "on_main_process", "on_process",
+        "split_between_processes", "wait_for_everyone",
+    }  # fmt: skip
+
+    def main_goes_first(first: Any) -> None:
+        with first():
+            if world.rank == 0:
+                (folder / "first").touch()
+            assert (folder / "first").exists()
+        world.barrier()
+        (folder / "first").unlink(missing_ok=True)
+        world.barrier()
+
+    states: list[Any] = [accelerate.PartialState(), accelerator.state, accelerator]
+    for state in states:
+        log: list[Any] = []
+        with state.split_between_processes([0, 1, 2], apply_padding=True) as rows:
+            assert rows == ([0, 1], [2, 2])[world.rank]
+        with state.split_between_processes(torch.arange(3), apply_padding=True) as rows:
+            assert rows.tolist() == ([0, 1], [2, 2])[world.rank]
+        main_goes_first(state.main_process_first)
+        main_goes_first(state.local_main_process_first)
+        state.wait_for_everyone()
+        members = {
+            "num_processes": world.size,
+            "process_index": world.rank,
+            "local_process_index": world.local_rank,
+            "is_main_process": world.rank == 0,
+            "is_local_main_process": world.local_rank == 0,
+            "is_last_process": world.rank == world.size - 1,
+            "use_distributed": True,
+            "device": world.device,
+        }
+        for name, expected in members.items():
+            assert getattr(state, name) == expected, (name, type(state))
+        if state is accelerator.state:
+            continue  # it has no decorators
+        state.on_main_process(log.append)("main")
+        state.on_local_main_process(log.append)("local main")
+        state.on_last_process(log.append)("last")
+        state.on_process(log.append, process_index=1)("process 1")
+        state.on_local_process(log.append, local_process_index=1)("local process 1")
+        assert log == (["main", "local main"], ["last", "process 1", "local process 1"])[world.rank], type(state)
+
+    utils.set_seed(3, device_specific=True)
+    assert torch.initial_seed() == 3 + world.rank
+    synchronize_rng_states(["torch"])
+    assert len(set(gather_object([float(torch.rand(()))]))) == 1
+    assert accelerator.gather_for_metrics([f"text {world.rank}"]) == ["text 0", "text 1"]
+    if world.rank:
+        accelerator.set_trigger()
+    assert accelerator.check_trigger()
+
+    with world_state():
+        arguments = TrainingArguments(str(folder), use_cpu=True)
+    assert (arguments.world_size, arguments.process_index) == (2, world.rank)
+    main_goes_first(arguments.main_process_first)
+    main_goes_first(lambda: arguments.main_process_first(local=False))
+
+
 def train_with_accelerate(world: World, folder: Path) -> None:
     from accelerate import DataLoaderConfiguration
 
@@ -144,8 +278,10 @@ def train_with_accelerate(world: World, folder: Path) -> None:
     assert padded.tolist() == [[1.0, 7.0 if world.rank == 0 else 1.0]] * 2
     with pytest.raises(ValueError, match=rf"save_state on rank {world.rank}: expected no weights_name"):
         accelerator.save_state("nowhere", weights_name="x")
-    with pytest.raises(RuntimeError, match=r"expected tensors, found \['str'\]"):
-        accelerator.gather_for_metrics(["text"])
+    with pytest.raises(ValueError, match=rf"register_save_state_pre_hook on rank {world.rank}: .* leave the hook out"):
+        accelerator.register_save_state_pre_hook(print)
+    with pytest.raises(ValueError, match=rf"register_load_state_pre_hook on rank {world.rank}: .* leave the hook out"):
+        accelerator.register_load_state_pre_hook(print)
     assert accelerator.gather(torch.full((1 + world.rank, 2), world.rank)).tolist() == [[0, 0], [1, 1], [1, 1]]
     resume_with_accelerate(world, folder)
     resume_a_drawn_order(folder)

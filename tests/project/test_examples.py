@@ -104,6 +104,17 @@ def test_from_one_process_trains_as_the_original(tmp_path: Path) -> None:
         torch.testing.assert_close(saved[name], tensor, rtol=0, atol=1e-3)
 
 
+def test_the_page_for_ddp_trains(tmp_path: Path) -> None:
+    """Its example: the loss falls, and rank 0's file has the whole model."""
+    page = (Path(__file__).parents[2] / "docs" / "from_ddp.md").read_text()
+    script, saved = tmp_path / "train.py", tmp_path / "model.pt"
+    script.write_text(page.split("```python\n")[1].split("```")[0].replace('"model.pt"', repr(str(saved))))
+    found = [float(loss) for loss in re.findall(r"epoch \d: (\S+)", run_example(script))]
+    assert len(found) == 3
+    assert found[2] < found[0]
+    assert torch.load(saved)["4.weight"].shape == (1, 16)
+
+
 # ---------------------------------------------------------------------- the notebook
 
 CELLS = """

@@ -21,6 +21,7 @@ from ...tensor.snapshots import wait_to_write
 from ...torch_internals import as_plain_tensors, in_backward, requires_grad, same_storage
 from ..memory.buffers import FlatBuffer
 from .by_hand import HandUse, run_by_hand
+from .first_values import FirstValues
 from .layout import Layout
 from .tensor_parallel import OuterSharding
 
@@ -74,6 +75,7 @@ class ShardedParam:
     owners: Sequence[Owner]  # where it is registered; several if tied
     sharded: nn.Parameter  # written by register() and replace_sharded()
     unsharded: nn.Parameter  # written by make_unsharded() and use_unsharded()
+    first: FirstValues | None  # of the original; written by shard(), until the ranks have compared it
     codes: torch.dtype | None  # dtype of the 8-bit codes that its gather sends, if it sends codes; written by that gather
     was_named: bool  # in a warning that modules write it; written by `visible.warn_of_writes`
     before: nn.Parameter | None  # the earlier sharded parameter, if there was one; deleted by register()
@@ -98,6 +100,7 @@ class ShardedParam:
         self.dim = dim
         self.rows_only = rows_only
         self.outer = outer
+        self.first = None
         self.codes = None
         self.was_named = False
         self.before = None
@@ -141,6 +144,8 @@ class ShardedParam:
         if not self.values.is_meta:
             with torch.no_grad():
                 local.copy_(self.part_of(self.values, spec))
+            if self.before is None:
+                self.first = FirstValues.of(self.values, local, tensor_parallel=self.outer is not None)
         self.register(DTensor(local, spec))
 
     def register(self, sharded: DTensor) -> None:

@@ -25,7 +25,7 @@ from ..params.param import times_written
 from ..reduce.grad_layout import reduce_layout
 from ..reduce.packed import HeldGrads, PackedGrads
 from ..reduce.reduce import GradientReduction
-from . import registered, same_buffers, symmetric_windows
+from . import registered, same_buffers, same_weights, symmetric_windows
 from .param_group import ParamGroup, free_stale
 from .prefetch import PrefetchQueue
 from .same_batches import FirstBatch
@@ -96,6 +96,7 @@ class Runtime(context.Context):
         for group in self.groups:
             group.gather.check_ready(group.name)
         same_buffers.compare(root, names)
+        same_weights.compare(root, self.groups)
         self._tensor_parallel = any(param.outer is not None for group in self.groups for param in group.params)
         try:
             self._attach()

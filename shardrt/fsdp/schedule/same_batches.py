@@ -46,8 +46,8 @@ class FirstBatch:
             _log.warning(
                 f"all {mesh.size} data-parallel ranks of '{self._root.name}' got the same batch in its first training step, so "
                 "together they do the work of one: give each rank its own rows, as in batch.chunk(world.size)[world.rank], or "
-                "DistributedSampler(dataset, num_replicas=world.size, rank=world.rank) (logged once; if it is meant, "
-                "SHARDRT_CHECK_BATCHES=0 turns the comparison off)"
+                "DistributedSampler(dataset, num_replicas=world.size, rank=world.rank) (logged once; where it is "
+                "meant, as in training on one whole graph, SHARDRT_CHECK_BATCHES=0 turns the comparison off)"
             )
 
 
