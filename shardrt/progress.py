@@ -36,6 +36,7 @@ def logged_bar(**options: Any) -> Any:
         return tqdm(**options)
 
     class Lines(tqdm):  # type: ignore[type-arg,misc,unused-ignore]
+        disable: bool
         due = 0.0
         ends = False
 
