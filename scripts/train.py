@@ -86,7 +86,7 @@ def read_checked(options: Options, ranks: int) -> Corpus:
     if options.out.exists() and not options.out.is_dir():
         raise ValueError(f"--out {options.out} is not a folder")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("the plot of the losses needs matplotlib: pip install 'shardrt[train]'")
+        raise ValueError("the plot of the losses needs matplotlib: pip install matplotlib")
     check_ranks(options, ranks)
     check_dimensions(options)
     files = find_files(options.data) if options.data else default_files()

@@ -81,7 +81,7 @@ def parse(arguments: Sequence[str] | None) -> StressOptions:
     if begin > end:
         parser.error(f"-b {begin} is more than -e {end}")
     if given["plot"] and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install 'shardrt[train]'")
+        parser.error("--plot needs matplotlib: pip install matplotlib")
     sizes = [begin]
     while (size := sizes[-1] + increment if increment else max(1, sizes[-1] * factor)) <= end:
         sizes.append(size)
