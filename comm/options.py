@@ -5,11 +5,18 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import NoReturn
+from typing import Any, NoReturn
+
+from .version import __version__
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser whose errors are one line. That of a command of shardrt, but not of its subcommands, has --version."""
+
+    def __init__(self, prog: str | None = None, **options: Any) -> None:
+        super().__init__(prog, **options)
+        if prog is not None and prog.startswith("shardrt-") and " " not in prog:
+            self.add_argument("--version", action="version", version=f"{prog} {__version__}", help="print it, and end")
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")

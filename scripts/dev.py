@@ -26,6 +26,7 @@ if sys.version_info < (3, 11):  # noqa: UP036
 
 import configparser
 import contextlib
+import errno
 import fcntl
 import hashlib
 import importlib.util
@@ -58,6 +59,14 @@ SIDE_BY_SIDE = ("-n", "2" if (os.cpu_count() or 1) < 8 else "4", "--dist", "load
 WITHOUT_BUCKETS = ("tests/fsdp/test_fsdp_module.py", "tests/fsdp/test_evaluation.py", "tests/fsdp/test_training.py")
 # Streams, steps of training in every mode, and modules that are called on streams of the user's.
 ON_STAND_IN = ("tests/gpu/test_fake_cuda.py", "tests/fsdp/test_evaluation.py", "tests/fsdp/test_user_streams.py")
+
+# What to do about a set-up that the system does not let write.
+CANNOT_WRITE = {
+    errno.EROFS: "run it in a copy of the checkout that can be written to",
+    errno.EACCES: "run it in a copy of the checkout that is yours",
+    errno.ENOSPC: "free some space (a set-up needs about 3 GB), and run it again",
+}
+FULL = 64 << 20  # bytes that are left where a program could not write
 
 
 @dataclass(frozen=True)
@@ -116,8 +125,10 @@ def train(arguments: list[str]) -> int:
         ranks, arguments = arguments[1], arguments[2:]
     # As a file, not as a module: the package would import torch first.
     launch = [str(MPICH.python), "-P", str(ROOT / "shardrt" / "launch.py"), "--launcher", "mpirun", "-n", ranks]
+    # The ranks write to mpirun, and know nothing of the terminal behind it.
+    is_watched = {"TQDM_MININTERVAL": "0.1"} if sys.stderr.isatty() else {}
     sys.stdout.flush()
-    os.execve(launch[0], [*launch, str(ROOT / "scripts" / "train.py"), *arguments], environment(MPICH))
+    os.execve(launch[0], [*launch, str(ROOT / "scripts" / "train.py"), *arguments], environment(MPICH) | is_watched)
 
 
 @dataclass(frozen=True)
@@ -334,8 +345,11 @@ def execute(venv: Venv, command: list[str]) -> None:
     """Run a command of a set-up."""
     # pip inherits the lock: if this process is killed, the next one waits for pip to end before it deletes the folder.
     code = subprocess.run(command, cwd=ROOT, env=environment(venv), close_fds=False, check=False).returncode
+    if code and shutil.disk_usage(ROOT).free < FULL:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(venv.path))
     if code:
-        fail(f"set-up failed (exit code {code}), run it again: {' '.join(command)}")
+        offline = "; packages come from PyPI: without a network, name an index in PIP_INDEX_URL" if "install" in command else ""
+        fail(f"set-up failed (exit code {code}), run it again: {' '.join(command)}{offline}")
 
 
 def site_packages(venv: Venv) -> Path:
@@ -395,3 +409,7 @@ if __name__ == "__main__":
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:
         sys.exit(130)
+    except OSError as error:
+        if error.errno not in CANNOT_WRITE:
+            raise
+        fail(f"cannot write {error.filename or ROOT}: {error.strerror}; {CANNOT_WRITE[error.errno]}")

@@ -24,7 +24,6 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint as recomputed
-from tqdm import tqdm
 
 import common.checkout  # noqa: F401  # before shardrt
 import shardrt
@@ -34,6 +33,7 @@ from common.parallel import gpt_plan
 from shardrt import checkpoint
 from shardrt.comm import DeviceMesh, World
 from shardrt.parallel import SummedGradients, context_parallel, context_parallel_shard, cross_entropy, parallelize_module
+from shardrt.progress import logged_bar
 
 if TYPE_CHECKING:
     from common.stages import Pipeline
@@ -491,7 +491,7 @@ def main() -> int:
     columns = [each for each in DIMENSIONS if chosen.dimension is None or each.name in chosen.dimension]
     rows = {name: each for name, each in FEATURES.items() if chosen.feature is None or name in chosen.feature}
     notes, table = list[str](), list[list[str]]()
-    with tqdm(total=len(columns) * len(rows), disable=world.rank > 0) as progress:
+    with logged_bar(total=len(columns) * len(rows), disable=world.rank > 0) as progress:
         for dimensions in columns:
             table.append([])
             for name, feature in rows.items():

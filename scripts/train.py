@@ -70,6 +70,7 @@ from common.parallel import gpt_plan
 from common.text import Corpus, batch, default_files, find_files, rank_rows, read_corpus, write_sample
 from common.training_options import Options, check_dimensions, check_ranks, parse_options
 from shardrt.parallel import context_parallel, context_parallel_shard, cross_entropy, parallelize_module
+from shardrt.progress import logged_bar
 from shardrt.timeline.picture import draw_memory
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def read_checked(options: Options, ranks: int) -> Corpus:
     if options.out.exists() and not options.out.is_dir():
         raise ValueError(f"--out {options.out} is not a folder")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("the plot of the losses needs matplotlib: pip install 'shardrt[train]'")
+        raise ValueError("the plot of the losses needs matplotlib: pip install matplotlib")
     check_ranks(options, ranks)
     check_dimensions(options)
     files = find_files(options.data) if options.data else default_files()
@@ -377,7 +378,7 @@ class ShownSteps:
                 recording = recorded(self._steps, world.comm.exchange(options.out)[0], world.rank)
                 self._steps = opened.enter_context(closing(recording))
             self._metrics = opened.enter_context(open_log(options, trainer.corpus, world, first))
-            bar = tqdm(total=options.steps, initial=first, disable=world.rank != 0, unit="step", dynamic_ncols=True)
+            bar = logged_bar(total=options.steps, initial=first, disable=world.rank != 0, unit="step", dynamic_ncols=True)
             self._bar = opened.enter_context(bar)
             self._opened = opened.pop_all()
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+_SECONDS = 60.0  # from one line of a log to the next
 
 
 @contextmanager
@@ -16,3 +22,37 @@ def progress(total: int, unit: str) -> Iterator[Callable[[int], object]]:
         return
     with tqdm(total=total, unit=unit, unit_scale=unit == "B", leave=unit == "B", disable=None) as bar:
         yield bar.update
+
+
+def logged_bar(**options: Any) -> Any:
+    """A bar of tqdm, on stderr. Where that is no terminal: at most one line a minute, and the last one.
+
+    options: tqdm's. With the variable TQDM_MININTERVAL it is a bar everywhere: of a rank, whose output mpirun reads, and which
+    a person may watch all the same. Raises ImportError without tqdm.
+    """
+    from tqdm import tqdm
+
+    if sys.stderr.isatty() or "TQDM_MININTERVAL" in os.environ:
+        return tqdm(**options)
+
+    class Lines(tqdm):  # type: ignore[type-arg,misc,unused-ignore]
+        disable: bool
+        due = 0.0
+        ends = False
+
+        def display(self, msg: str | None = None, pos: int | None = None) -> None:
+            if self.ends or time.monotonic() >= self.due:
+                self.due = time.monotonic() + _SECONDS
+                print(msg or str(self), file=self.fp, flush=True)
+
+        def clear(self, *_: object, **__: object) -> None:
+            """Do nothing: a line stays."""
+
+        def close(self) -> None:
+            if not self.disable:
+                self.ends = True
+                self.display()
+                self.disable = True  # nothing is left to draw
+                self._decr_instances(self)
+
+    return Lines(**options)

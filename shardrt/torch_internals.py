@@ -37,6 +37,7 @@ in for torch's own groups, is there: `comm_hooks.py`, `dispatch.py`.
 | `OpOverload`, `OpOverloadPacket` | `torch._ops`                                   |
 | `tree_map` and two others        | `torch.utils._pytree`                          |
 | `aten_operator`                  | operators with an underscore, as fused ones    |
+| `host_fuses_attention`           | `_fused_sdp_choice`, `DispatchKey`, `DispatchKeySet` |
 | `TorchDispatchMode`              | `torch.utils._python_dispatch`                 |
 
 This file leaves out names that have an underscore but are in general use by subclasses of tensors and modules: `_foreach_*`,
@@ -80,6 +81,17 @@ def aten_operator(name: str) -> OpOverloadPacket | None:
     """The operator `torch.ops.aten.<name>`; None if this torch lacks it."""
     operator: OpOverloadPacket | None = getattr(torch.ops.aten, name, None)
     return operator
+
+
+def host_fuses_attention(*arguments: object) -> bool:
+    """Whether torch runs `scaled_dot_product_attention` of such tensors, on any device, as one kernel on the host.
+
+    arguments: query, key, value, mask, dropout, whether it is causal, and whether heads are grouped.
+    """
+    *given, enable_gqa = arguments
+    host = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    choice: int = torch.ops.aten._fused_sdp_choice.default.redispatch(host, *given, enable_gqa=enable_gqa)
+    return choice != 0  # of torch's SDPBackend, MATH
 
 
 # ---------------------------------------------------------------------- autograd

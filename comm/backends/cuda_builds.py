@@ -73,7 +73,7 @@ def check_builds(builds: Sequence[CudaBuilds | None]) -> None:
 
 def _line(found: CudaBuilds, ranks: str) -> str:
     remove = f"pip uninstall {' '.join(found.wheels)} && " if found.wheels else ""
-    advice = f"{remove}pip install 'shardrt[cuda{found.torch}]'"
+    advice = f"{remove}pip install cupy-cuda{found.torch}x nvidia-nccl-cu{found.torch}"
     return f"{ranks}: {found}; expected one CUDA for all, and one wheel of NCCL. To have torch's: {advice}"
 
 

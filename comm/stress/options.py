@@ -19,6 +19,8 @@ from .problem import COLLECTIVES, DTYPES
 
 T = TypeVar("T")
 
+_NCCL_DTYPES = {"half": "float16", "float": "float32", "double": "float64"}  # in nccl-tests
+
 
 @dataclass(frozen=True, slots=True)
 class StressOptions:
@@ -71,11 +73,15 @@ def parse(arguments: Sequence[str] | None) -> StressOptions:
     add("--report", type=Path, nargs="?", const=Path("-"), metavar="FILE", help="print the table, or put it into a page")
     add("--inject", action="store_true", help=argparse.SUPPRESS)  # set for the ranks of that job
     given = vars(parser.parse_args(arguments))
+    if given.pop("gpus") != 1:
+        parser.error("-g: expected 1, as each rank has one GPU: start more ranks, as in mpirun -n 8 shardrt-stress -g 1")
+    if given.pop("check") == 0:
+        parser.error("-c 0: expected 1 or more, as every element is compared")
     begin, end, factor, increment = (given.pop(name) for name in ("begin", "end", "factor", "increment"))
     if begin > end:
         parser.error(f"-b {begin} is more than -e {end}")
     if given["plot"] and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install 'shardrt[train]'")
+        parser.error("--plot needs matplotlib: pip install matplotlib")
     sizes = [begin]
     while (size := sizes[-1] + increment if increment else max(1, sizes[-1] * factor)) <= end:
         sizes.append(size)
@@ -86,15 +92,27 @@ def parse(arguments: Sequence[str] | None) -> StressOptions:
 def _add_sweep(add: Callable[..., object]) -> None:
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     size, ops = at_least(1, units), {op.value: op for op in ReduceOp} | {"mulsum": PreMulSum(2.0)}
-    add("-b", dest="begin", type=at_least(0, units), default=1 << 10, metavar="SIZE", help="the smallest [1K]")
-    add("-e", dest="end", type=size, default=64 << 20, metavar="SIZE", help="the largest [64M]")
-    add("-f", dest="factor", type=at_least(2), default=2, help="factor from one size to the next [2]")
-    add("-i", dest="increment", type=size, metavar="SIZE", help="increment from one size to the next, instead of -f")
-    add("-n", dest="number", type=at_least(1), help="timed iterations [20]; with --fault: ranks [2]")
-    add("-w", dest="warmup", type=at_least(0), default=5, help="untimed iterations before [5]")
+    add("-b", "--minbytes", dest="begin", type=at_least(0, units), default=1 << 10, metavar="SIZE", help="the smallest [1K]")
+    add("-e", "--maxbytes", dest="end", type=size, default=64 << 20, metavar="SIZE", help="the largest [64M]")
+    add("-f", "--stepfactor", dest="factor", type=at_least(2), default=2, help="factor from one size to the next [2]")
+    add("-i", "--stepbytes", dest="increment", type=size, metavar="SIZE", help="from one size to the next, instead of -f")
+    add("-n", "--iters", dest="number", type=at_least(1), help="timed iterations [20]; with --fault: ranks [2]")
+    add("-w", "--warmup_iters", dest="warmup", type=at_least(0), default=5, help="untimed iterations before [5]")
     add("--collectives", type=_listed({name: name for name in COLLECTIVES}), default=list(COLLECTIVES), help="[all]")
-    add("--dtypes", type=_listed({str(dtype)[6:]: dtype for dtype in DTYPES}), default=[torch.float32], help="[float32]")
-    add("--ops", type=_listed(ops), default=[ReduceOp.SUM], help=f"of {','.join(ops)} [sum]")
+    dtypes = {str(dtype)[6:]: dtype for dtype in DTYPES}
+    theirs = {name: dtypes[ours] for name, ours in _NCCL_DTYPES.items() if ours in dtypes}
+    add(
+        "-d",
+        "--dtypes",
+        type=_listed(dtypes | theirs, join="all"),
+        default=[torch.float32],
+        help=f"of {','.join(dtypes)} [float32]",
+    )
+    add("-o", "--ops", type=_listed(ops, join="all"), default=[ReduceOp.SUM], help=f"of {','.join(ops)} [sum]")
+    add(
+        "-g", "--ngpus", dest="gpus", type=at_least(1), default=1, metavar="1", help="of a rank: one; for scripts of nccl-tests"
+    )
+    add("-c", "--check", type=at_least(0), default=1, metavar="1", help="every element is compared; for scripts of nccl-tests")
     add("--root", type=at_least(0), default=0)
     add(
         "--buffers",
@@ -114,7 +132,7 @@ def _listed(choices: Mapping[str, T], join: str | None = None) -> Callable[[str]
 
     def values(text: str) -> list[T]:
         if text == join:
-            return list(choices.values())
+            return list(dict.fromkeys(choices.values()))
         if unknown := set(text.split(",")) - choices.keys():
             raise argparse.ArgumentTypeError(f"{','.join(sorted(unknown))}: expected names out of {','.join(choices)}")
         return [choices[name] for name in text.split(",")]

@@ -64,6 +64,7 @@ from bench.workers import TORCHRUN, WORKERS
 from common.jobs import mpirun, run_job, torchrun, write_stacks_before_end
 from common.models import CASES
 from common.options import Parser, at_least, exit_with_usage_error
+from shardrt.progress import logged_bar
 
 MODELS = ["gpt-256", "gpt-768", "mlp-wide", "tiny"]
 
@@ -199,10 +200,9 @@ class Bar(AbstractContextManager["Bar"]):
 
 def make_bar(total: int) -> Bar:
     try:
-        from tqdm import tqdm
+        return cast(Bar, logged_bar(total=total, unit="job"))
     except ImportError:
         return Bar()
-    return cast(Bar, tqdm(total=total, unit="job"))
 
 
 def bench(options: Options) -> None:

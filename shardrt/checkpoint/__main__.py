@@ -1,6 +1,6 @@
 """Looks at checkpoints, checks and converts them, in one process: no ranks, no MPI.
 
-    python -m shardrt.checkpoint inspect PATH                      what is in it
+    python -m shardrt.checkpoint inspect [--json] PATH             what is in it
     python -m shardrt.checkpoint verify FOLDER                     read all of it, and compare checksums
     python -m shardrt.checkpoint convert SOURCE TARGET --to KIND   dcp, safetensors or torch
 
@@ -11,6 +11,7 @@ folder of such files; or a file of torch.save. Exit code 1: damaged, or not to b
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from ..comm.options import Parser
 from ..progress import progress
 from .command_line.checkpoints import open_checkpoint
 from .command_line.convert import WRITERS, convert, select
-from .command_line.report import description, items_of, verify
+from .command_line.report import as_json, description, items_of, verify
 from .disk.storage import located, on_disk
 from .formats.dcp.metadata import read_stored
 from .formats.safetensors import parse_size
@@ -47,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     inspect = commands.add_parser("inspect", help="print tensors, shapes, dtypes, bytes, step, and which ranks wrote")
     inspect.add_argument("path")
+    inspect.add_argument("--json", action="store_true", help="the same for programs")
     inspect.set_defaults(run=_inspect)
     verify = commands.add_parser("verify", help="read everything and compare checksums; exit code 1 if anything is damaged")
     verify.add_argument("path", metavar="folder")
@@ -69,6 +71,9 @@ def _size(text: str) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
+    if options.json:
+        print(json.dumps(as_json(located(options.path)), indent=2))
+        return 0
     for line in description(located(options.path)):
         _print(line)
     return 0

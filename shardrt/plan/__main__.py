@@ -2,6 +2,7 @@
 
     shardrt-plan package.module:factory --ranks 512 --tp 8 --sheet h100 --batch 1 --sequence 8192 --param-dtype bfloat16
     shardrt-plan --preset llama3-405b --ranks 16384 --tp 8 --param-dtype bfloat16 --reduce-dtype float32
+    shardrt-plan config.json --ranks 8 --sequence 4096      or a folder with it, or a name that transformers knows: no weights
     shardrt-plan sheets                             the hardware that is known
     shardrt-plan sheet STRESS.json > machine.toml   a sheet of a machine that `shardrt-stress --json --compute` has measured
 

@@ -34,15 +34,19 @@ from .recomputation import checkpoint_blocks
 Step = Callable[[nn.Module, Job], torch.Tensor]
 
 
-def load_factory(name: str, step: str | None = None) -> Callable[..., Any]:
+def load_factory(name: str) -> Callable[..., Any]:
     """The factory that `package.module:function` names. Modules of the current directory are found as well.
 
-    step: names a step in the same way, for a factory that returns a module alone.
     Raises PlanError for a name of another form, a module that does not import, and what is no function of it.
     """
-    factory = _load(name, "factory", "a function that returns a module")
-    if step is None:
-        return factory
+    return _load(name, "factory", "a function that returns a module")
+
+
+def with_named_step(factory: Callable[..., Any], name: str, step: str) -> Callable[[Job], tuple[Any, Any]]:
+    """The factory with a step, which `package.module:function` names, for the module alone that it returns.
+
+    Raises PlanError as `load_factory` does.
+    """
     one_micro_batch = _load(step, "step", "a function step(model, job) that returns the loss")
 
     def with_step(job: Job) -> tuple[Any, Any]:

@@ -25,13 +25,21 @@ def fit_to_meta(model: Any) -> None:
     Experts compute in one grouped matrix multiplication, as large as it is with any routing.
     """
     from transformers import AttentionInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    AttentionInterface.register(_ATTENTION, sdpa_attention_forward)
+    AttentionInterface.register(_ATTENTION, _attend)
     model.set_attn_implementation(_ATTENTION)
     if hasattr(model.config, "num_local_experts") or hasattr(model.config, "num_experts"):
         model.set_experts_implementation("grouped_mm")
     model.config.use_cache = False
+
+
+def _attend(module: Any, *tensors: Any, **options: Any) -> Any:
+    """As `sdpa`, but for scores that it cannot change (Gemma 2's, GPT-OSS's): the model's plain operations, which run then."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if options.get("softcap") is None and options.get("s_aux") is None:
+        return sdpa_attention_forward(module, *tensors, **options)
+    return sys.modules[type(module).__module__].eager_attention_forward(module, *tensors, **options)
 
 
 @contextmanager

@@ -28,12 +28,17 @@ def plan_parser(description: str) -> Parser:
     """The options of a forecast."""
     parser = Parser(
         prog="shardrt-plan",
-        usage="shardrt-plan (FACTORY | --preset NAME) --ranks N [options]\n       shardrt-plan sheets\n       "
+        usage="shardrt-plan (FACTORY | CONFIG | --preset NAME) --ranks N [options]\n       shardrt-plan sheets\n       "
         "shardrt-plan sheet FILE",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("factory", nargs="?", help="package.module:function; it returns a module, or a module and a step")
+    parser.add_argument(
+        "factory",
+        nargs="?",
+        help="package.module:function, which returns a module, or a module and a step; or a causal language model of "
+        "transformers: its config.json, the folder of it, or its name",
+    )
     parser.add_argument("--preset", metavar="NAME", help=f"instead of a factory: {', '.join(PRESETS)}")
     _add_ranks(parser.add_argument_group("ranks"))
     _add_step(parser.add_argument_group("a step"))
@@ -133,7 +138,7 @@ def _selective(text: str) -> str | int:
 def job_of(options: argparse.Namespace) -> Job:
     """The job that the options describe. Raises PlanError for options that contradict each other."""
     if (options.factory is None) == (options.preset is None):
-        raise PlanError("expected either a factory, package.module:function, or --preset")
+        raise PlanError("expected either a factory, package.module:function, a config.json, or --preset")
     if options.preset is not None and options.step is not None:
         raise PlanError("--step with --preset: a preset has a step of its own")
     preset = PRESETS.get(options.preset)

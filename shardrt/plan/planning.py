@@ -14,8 +14,9 @@ from ..progress import progress
 from ..timeline.events import BY_GROUP, Events
 from ..timeline.picture import draw_memory
 from ..timeline.timeline import Timeline
+from .configurations import configured_factory
 from .cost import Costs
-from .factory import load_factory, make_program, told
+from .factory import load_factory, make_program, told, with_named_step
 from .forecast import forecast
 from .forecast_result import Forecast
 from .hardware import Curve, Sheet, load_sheet
@@ -100,10 +101,8 @@ def plan_of(options: argparse.Namespace) -> PlannedJob:
     Raises ValueError: a PlanError, a SheetError or one of a policy; OSError for a file that cannot be written.
     """
     job, sheet = job_of(options), load_sheet(options.sheet)
-    is_preset = options.preset is not None
-    name = options.preset if is_preset else options.factory
-    factory = preset_factory(name) if is_preset else load_factory(name, options.step)
-    planner = Planner(factory, name, sheet, options.ranks_per_node or sheet.ranks_per_node)
+    name = options.factory if options.preset is None else options.preset
+    planner = Planner(_factory(options), name, sheet, options.ranks_per_node or sheet.ranks_per_node)
     divided = None if options.best is None else _splits(planner, job, options.best)
     job = job if divided is None else divided.found[0].job
     found = _recorded(planner, job, options.plot, options.timeline)
@@ -111,6 +110,14 @@ def plan_of(options: argparse.Namespace) -> PlannedJob:
         name, planner.numel, job, sheet, planner.ranks_per_node, found, unread=_unread(job, planner.reads), splits=divided
     )
     return plan if options.no_search else _searched(plan, planner)
+
+
+def _factory(options: argparse.Namespace) -> Callable[..., Any]:
+    if options.preset is not None:
+        return preset_factory(options.preset)
+    name: str = options.factory
+    factory = load_factory(name) if ":" in name else configured_factory(name)
+    return factory if options.step is None else with_named_step(factory, name, options.step)
 
 
 def _splits(planner: Planner, job: Job, axes: Sequence[str]) -> Splits:

@@ -20,8 +20,9 @@ from ..parallel import (
     parallelize_module,
 )
 from ..tensor.placement import Replicate, Shard
-from .factory import Step, describe, shard_model, token_loss
-from .hugging_face import fit_to_meta, quiet
+from .configurations import importing_transformers
+from .factory import Step, shard_model, token_loss
+from .hugging_face import fit_to_meta
 from .job import Job, PlanError
 from .pipeline import blocks_of_stage
 
@@ -110,15 +111,10 @@ def preset_factory(name: str) -> Callable[[Job], tuple[nn.Module, Step]]:
 
 
 def _classes(name: str, preset: Preset) -> tuple[Callable[..., Any], Callable[..., nn.Module]]:
-    try:
-        with quiet():
-            import transformers
+    with importing_transformers(f"preset {name}"):
+        import transformers
 
-            return getattr(transformers, f"{preset.kind}Config"), getattr(transformers, f"{preset.kind}{preset.head}")
-    except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == "transformers":
-            raise PlanError(f"preset {name} needs the package transformers: pip install transformers") from error
-        raise PlanError(f"preset {name}: transformers is installed, and does not import: {describe(error)}") from error
+        return getattr(transformers, f"{preset.kind}Config"), getattr(transformers, f"{preset.kind}{preset.head}")
 
 
 def _step(model: nn.Module, job: Job) -> torch.Tensor:

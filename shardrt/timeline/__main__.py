@@ -5,16 +5,16 @@ Exit code: 0; 1 if a file was left out; 2 if none remained, or for wrong argumen
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
+from ..comm.options import Parser
 from .merge import merge
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="shardrt-timeline", description="Timelines of shardrt.Timeline.")
+    parser = Parser(prog="shardrt-timeline", description="Timelines of shardrt.Timeline.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     merging = commands.add_parser("merge", help="one file of several ranks, or of a run and its forecast, for Perfetto")
     merging.add_argument("paths", type=Path, nargs="+", metavar="FOLDER-OR-FILE", help="of a folder, all its *.json")

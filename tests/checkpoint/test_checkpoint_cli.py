@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import re
@@ -84,6 +85,27 @@ def test_inspect_a_checkpoint_of_stock_dcp(stock: Path, capsys: pytest.CaptureFi
     assert f"{len(tensors)} tensors, {sum(tensor.numel() for tensor in tensors):,} elements" in lines
     assert any(line.startswith(f"{nbytes:,} bytes (float32 ") for line in lines)
     assert lines[-2:] == ["written by ranks 0", "step 12"]
+
+
+def test_inspect_for_programs(stock: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    safetensors.torch.save_file({"a": torch.zeros(2, 3, dtype=torch.bfloat16)}, tmp_path / "x.safetensors")
+    assert call("inspect", "--json", tmp_path / "x.safetensors") == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "path": str(tmp_path / "x.safetensors"),
+        "kind": "safetensors",
+        "save": None,
+        "step": None,
+        "nbytes": 12,
+        "tensors": {"a": {"shape": [2, 3], "dtype": "bfloat16", "nbytes": 12, "ranks": []}},
+        "objects": [],
+    }
+    assert call("inspect", "--json", stock) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert call("inspect", stock) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in (*found["tensors"], *found["objects"]))
+    assert found["nbytes"] == sum(each["nbytes"] for each in found["tensors"].values())
+    assert {rank for each in found["tensors"].values() for rank in each["ranks"]} == {0}
 
 
 def test_inspect_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -527,13 +527,13 @@ def test_version_is_logged(double: Double, caplog: pytest.LogCaptureFixture) -> 
 def test_without_cupy_the_error_names_the_extras(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("cupy", "cupy.cuda"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=r"pip install 'shardrt\[cuda12\]' or 'shardrt\[cuda13\]"):
+    with pytest.raises(ImportError, match=r"pip install cupy-cuda12x nvidia-nccl-cu12, or cupy-cuda13x"):
         load_backend()
 
 
 def test_cupy_without_nccl_is_refused(double: Double) -> None:
     sys.modules["cupy.cuda.nccl"].available = False  # type: ignore[attr-defined]
-    with pytest.raises(ImportError, match=r"shardrt\[cuda12\]"):
+    with pytest.raises(ImportError, match="cupy-cuda12x nvidia-nccl-cu12"):
         load_backend()
 
 

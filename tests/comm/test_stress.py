@@ -254,6 +254,22 @@ def test_command_line() -> None:
         parse(["-b", "2K", "-e", "1K"])
 
 
+def test_options_of_nccl_tests(capsys: pytest.CaptureFixture[str]) -> None:
+    found = parse(
+        ["-b", "8", "-e", "128K", "-f", "4", "-n", "3", "-w", "2", "-d", "half,double,int8", "-o", "max", "-g", "1", "-c", "1"]
+    )
+    assert (found.sizes[0], found.sizes[-1], found.number, found.warmup) == (8, 128 << 10, 3, 2)
+    assert (found.dtypes, found.ops) == ([torch.float16, torch.float64, torch.int8], [ReduceOp.MAX])
+    long = "--minbytes 4M --maxbytes 1G --stepfactor 256 --iters 3 --warmup_iters 2 --ngpus 1 --check 2"
+    assert parse(long.split()).sizes == [4 << 20, 1 << 30]
+    every = parse(["-d", "all", "-o", "all"])
+    assert (len(every.dtypes), len(every.ops)) == (len(set(every.dtypes)), len(set(every.ops)))
+    for arguments, message in (("-g 8", "-g: expected 1, as each rank has one GPU"), ("-c 0", "-c 0: expected 1 or more")):
+        with pytest.raises(SystemExit, match="2"):
+            parse(arguments.split())
+        assert message in capsys.readouterr().err
+
+
 def test_the_plot_is_logarithmic_and_keeps_room_for_its_curves() -> None:
     """Bandwidths differ by orders of magnitude. Of one rank all are 0, which no logarithmic axis has."""
     timed = SweepResult(1.0, 1.0, 0.5, 0, 1.0, 1.0, 1.0)

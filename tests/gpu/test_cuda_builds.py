@@ -31,18 +31,18 @@ def test_those_that_go_together() -> None:
         (
             CudaBuilds(13, 12, (12,), WHEELS_12),
             "torch is built for CUDA 13, CuPy for 12, NCCL for 12; installed: cupy-cuda12x, nvidia-nccl-cu12",
-            "pip uninstall cupy-cuda12x nvidia-nccl-cu12 && pip install 'shardrt[cuda13]'",
+            "pip uninstall cupy-cuda12x nvidia-nccl-cu12 && pip install cupy-cuda13x nvidia-nccl-cu13",
         ),
         (
             CudaBuilds(12, 13, (12,), ()),
             "torch is built for CUDA 12, CuPy for 13, NCCL for 12;",
-            "pip install 'shardrt[cuda12]'",
+            "pip install cupy-cuda12x nvidia-nccl-cu12",
         ),
-        (CudaBuilds(13, 13, (12, 13), ()), "CuPy for 13, NCCL for 12 and 13;", "pip install 'shardrt[cuda13]'"),
+        (CudaBuilds(13, 13, (12, 13), ()), "CuPy for 13, NCCL for 12 and 13;", "pip install cupy-cuda13x nvidia-nccl-cu13"),
         (
             CudaBuilds(13, 13, (13,), ("cupy-cuda13x", "nvidia-nccl-cu12", "nvidia-nccl-cu13")),
             "and one wheel of NCCL",
-            "pip uninstall cupy-cuda13x nvidia-nccl-cu12 nvidia-nccl-cu13 && pip install 'shardrt[cuda13]'",
+            "pip uninstall cupy-cuda13x nvidia-nccl-cu12 nvidia-nccl-cu13 && pip install cupy-cuda13x nvidia-nccl-cu13",
         ),
     ],
 )

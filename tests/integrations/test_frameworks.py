@@ -24,7 +24,7 @@ def run_on_ranks(body: str, folder: Path, *packages: str) -> None:
     """Run `body(world, folder)` of this file as a job of two ranks."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
-            skip_at_home(f"needs {package}: pip install 'shardrt[integrations]'")
+            skip_at_home(f"needs {package}: pip install {package}")
     source = f"""
 import pathlib, shardrt, test_frameworks
 world = shardrt.init("cpu")

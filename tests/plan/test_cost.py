@@ -274,7 +274,7 @@ def test_attention_keeps_no_scores(device: str, dtype: torch.dtype, is_masked: b
 
 
 def test_attention_is_fused_where_a_backward_runs_it_again() -> None:
-    q = torch.empty(1, 2, 8, 4, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    q = torch.empty(1, 2, 8, 8, dtype=torch.bfloat16, device="meta", requires_grad=True)
 
     def attend() -> None:
         out = checkpoint(lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), q, use_reentrant=False)
@@ -283,7 +283,7 @@ def test_attention_is_fused_where_a_backward_runs_it_again() -> None:
     with FusedAttention("cuda"):
         fused = works(attend)
     assert sum(work.flops > 0 for _, work in fused) == 3, "forward, forward again, backward"
-    assert sum(work.flops for _, work in fused) == (2 + 2 + 5) * 2 * (2 * 8 * 8 * 4)
+    assert sum(work.flops for _, work in fused) == (2 + 2 + 5) * 2 * (2 * 8 * 8 * 8)
 
 
 def test_experts_in_one_product() -> None:
@@ -308,6 +308,86 @@ def test_attention_that_no_kernel_fuses_stays() -> None:
     with FusedAttention("cpu"):
         assert torch.equal(F.scaled_dot_product_attention(q, q, q), expected)
         assert F.scaled_dot_product_attention(q.to("meta"), q.to("meta"), q.to("meta"), dropout_p=0.5).shape == q.shape
+
+
+# Queries, keys and values as (batch, heads, tokens, channels), and other arguments.
+ATTENTIONS: dict[str, tuple[tuple[Sequence[int], ...], dict[str, Any]]] = {
+    "plain": (((2, 4, 16, 8),) * 3, {}),
+    "latent": (((2, 4, 16, 24), (2, 4, 16, 24), (2, 4, 16, 16)), {}),
+    "wide": (((2, 4, 16, 264),) * 3, {}),
+    "odd": (((2, 4, 16, 5),) * 3, {}),
+    "causal": (((2, 4, 16, 8),) * 3, {"is_causal": True}),
+    "rectangle": (((2, 4, 8, 8), (2, 4, 16, 8), (2, 4, 16, 8)), {"is_causal": True}),
+    "dropout": (((2, 4, 16, 8),) * 3, {"dropout_p": 0.5}),
+    "mask": (((2, 4, 16, 8),) * 3, {"attn_mask": (16, 16)}),
+    "mask of a row": (((2, 4, 16, 8),) * 3, {"attn_mask": (4, 1, 16)}),
+    "grouped": (((2, 4, 16, 8), (2, 2, 16, 8), (2, 2, 16, 8)), {"enable_gqa": True}),
+    "latent and grouped": (((2, 4, 16, 24), (2, 2, 16, 24), (2, 2, 16, 16)), {"enable_gqa": True}),
+    "one head": (((2, 4, 16, 8), (2, 1, 16, 8), (2, 1, 16, 8)), {}),
+    "no batch": (((4, 16, 8),) * 3, {}),
+}
+
+
+def attend(case: str, device: str, dtype: torch.dtype) -> list[tuple[str, OperationWork]]:
+    """The operations of attention, and of its backward where it is not fused, as the rest is torch's."""
+    shapes, options = ATTENTIONS[case]
+    q, k, v = (torch.zeros(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes)
+    if "attn_mask" in options:
+        options = options | {"attn_mask": torch.ones(options["attn_mask"], dtype=torch.bool, device=device)}
+
+    def run() -> None:
+        out = F.scaled_dot_product_attention(q, k, v, **options)
+        assert out.shape == (*shapes[0][:-1], shapes[2][-1])
+        out.sum().backward()
+        assert [each.grad.shape for each in (q, k, v) if each.grad is not None] == [torch.Size(shape) for shape in shapes]
+
+    return works(run)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", ATTENTIONS)
+def test_the_host_attends_as_it_is_forecast(case: str, dtype: torch.dtype) -> None:
+    """The same kernels as in a real run, forwards and backwards, and as many operations in matrices."""
+    real = attend(case, "cpu", dtype)
+    with FusedAttention("cpu"):
+        found = attend(case, "meta", dtype)
+    kernels = [[name for name, _ in each if "scaled_dot_product" in name] for each in (real, found)]
+    assert kernels[0] == kernels[1]
+    if kernels[0]:
+        assert sum(work.flops for _, work in found) == sum(work.flops for _, work in real)
+
+
+FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
+
+
+@pytest.mark.parametrize(
+    ("case", "half", "single"),
+    [
+        ("plain", FLASH, EFFICIENT),
+        ("latent", EFFICIENT, EFFICIENT),
+        ("wide", EFFICIENT, EFFICIENT),
+        ("odd", FLASH, None),
+        ("causal", FLASH, EFFICIENT),
+        ("rectangle", EFFICIENT, EFFICIENT),
+        ("dropout", FLASH, EFFICIENT),
+        ("mask", EFFICIENT, EFFICIENT),
+        ("mask of a row", EFFICIENT, EFFICIENT),
+        ("grouped", FLASH, EFFICIENT),
+        ("latent and grouped", EFFICIENT, EFFICIENT),
+        ("one head", None, None),
+        ("no batch", None, None),
+    ],
+)
+def test_the_attention_of_a_gpu(case: str, half: str | None, single: str | None) -> None:
+    for dtype, expected in (
+        (torch.bfloat16, half),
+        (torch.float16, half),
+        (torch.float32, single),
+        (torch.float64, None),
+    ):
+        with FusedAttention("cuda"):
+            names = [name for name, _ in attend(case, "meta", dtype) if "scaled_dot_product" in name]
+        assert names == ([] if expected is None else [expected, f"{expected}_backward"])
 
 
 # ---------------------------------------------------------------------- what bounds a step, searches

@@ -590,7 +590,7 @@ STACK = ("plan_factories:stack", "--ranks", "8", "--sequence", "5", "--no-search
     ("arguments", "message"),
     [
         ((), "the following arguments are required: --ranks"),
-        (("--ranks", "8"), "expected either a factory, package.module:function, or --preset"),
+        (("--ranks", "8"), "expected either a factory, package.module:function, a config.json, or --preset"),
         (("no_such_module:make", "--ranks", "8"), "does not import: ModuleNotFoundError"),
         (
             ("plan_factories:frozen", *STACK[1:]),
@@ -773,3 +773,72 @@ def test_what_breaks_inside_transformers_is_shown(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(PlanError, match=r"does not import: .*'GPT2Config'.*caused by ImportError: libcudart.so.12") as caught:
         preset_factory("gpt2")
     assert "pip install" not in str(caught.value)
+
+
+# ---------------------------------------------------------------------- configurations
+
+_DECODER = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 32, "num_attention_heads": 4}
+_LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+_EXPERTS = {"n_routed_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 8},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "gemma2": {"head_dim": 16},
+    "gemma3_text": {"head_dim": 16},
+    "deepseek_v2": _LATENT | _EXPERTS,
+    "deepseek_v3": _LATENT | _EXPERTS,
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 96},
+    "mixtral": {"num_local_experts": 4},
+    "phi": {},
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGURATIONS)
+def test_configurations_are_forecast(capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str) -> None:
+    """A folder with a config.json; as many parameters as the model has, whatever dtype its weights would have."""
+    transformers = pytest.importorskip("transformers")
+    grouped = {} if kind in ("phi", "gpt2") or "deepseek" in kind else {"num_key_value_heads": 2}
+    given = _DECODER | grouped | CONFIGURATIONS[kind] | {"model_type": kind, "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    common = ("--ranks", "4", "--sequence", "16", "--param-dtype", "bfloat16", "--no-search", "--json")
+    code, out, err = run(capsys, str(tmp_path), *common)
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert json.loads(run(capsys, str(tmp_path / "config.json"), *common)[1])["memory"] == found["memory"]
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
+    assert found["parameters"] == sum(param.numel() for param in model.parameters())
+    assert found["memory"]["parameters"] >= found["parameters"], "float32 on four ranks"
+    assert found["flops"] > 0
+
+
+@pytest.mark.parametrize(
+    ("source", "content", "message"),
+    [
+        ("config.json", None, "there is no such file or folder; expected a config.json"),
+        ("", None, "expected a folder with a config.json"),
+        ("config.json", "{", "is not a valid JSON file"),
+        ("config.json", "{}", "Unrecognized model"),
+        ("config.json", '{"model_type": "t5"}', "raised ValueError: Unrecognized configuration class"),
+    ],
+)
+def test_configurations_that_are_none(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, source: str, content: str | None, message: str
+) -> None:
+    pytest.importorskip("transformers")
+    if content is not None:
+        (tmp_path / source).write_text(content)
+    code, out, err = run(capsys, str(tmp_path / source), "--ranks", "4", "--sequence", "16")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+
+
+def test_a_name_that_nobody_can_look_up(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without a network: transformers looks into its cache alone."""
+    hub = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)
+    code, out, err = run(capsys, "nobody/nothing", "--ranks", "4")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "model nobody/nothing: expected package.module:function, a config.json, a folder that has one, or the name" in err
+    assert "transformers says: We couldn't connect to 'https://huggingface.co'" in err

@@ -15,6 +15,7 @@ import shardrt
 import shardrt.comm
 import shardrt.kernels
 import shardrt.tensor
+from shardrt.comm.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -45,6 +46,14 @@ def test_lines_are_short(page: Path) -> None:
     whole = re.compile(r"`[^`]*`|!?\[[^\]]*\]\([^)]*\)")
     long = [line for line in prose.splitlines() if len(line) > 128 and not line.startswith("|")]
     assert [line for line in long if " " in whole.sub("", line).strip()] == []
+
+
+@every_page
+def test_what_is_installed_exists(page: Path) -> None:
+    """No package index has shardrt: a checkout is installed. The version in outputs is that of the package."""
+    text = page.read_text()
+    assert not re.search(r"pip install[^\n]*['\" ]shardrt\b", text)
+    assert set(re.findall(r"^# shardrt (\d+\.\d+\.\d+)", text, re.MULTILINE)) <= {__version__}
 
 
 @every_page

@@ -299,3 +299,26 @@ def test_dev_keeps_how_to_reach_packages_and_drops_where_to_put_them(
     environment = dev.environment(dev.MPICH)
     assert environment["PIP_INDEX_URL"] == environment["PIP_CERT"] == "there"
     assert not {"PIP_TARGET", "PIP_NO_DEPS", "PYTHONPATH"} & environment.keys()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
+@pytest.mark.parametrize(
+    ("mount", "message"),
+    [
+        ("mount --bind {at} {at} && mount -o remount,ro,bind {at}", "Read-only file system; run it in a copy of the checkout"),
+        ("mount -t tmpfs -o size=1m none {at} && cp -r {source}/. {at}", "No space left on device; free some space"),
+    ],
+)
+def test_a_checkout_that_cannot_be_written_to(tmp_path: Path, mount: str, message: str) -> None:
+    for folder in ("source", "at"):
+        for name in ("scripts/dev.py", "scripts/reach.py", "setup.cfg", "pyproject.toml", "constraints.txt"):
+            (tmp_path / folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tmp_path / folder / name)
+    mounted = mount.format(source=tmp_path / "source", at=tmp_path / "at")
+    command = ["unshare", "-m", "sh", "-c", f"{mounted} && cd {tmp_path}/at && exec {sys.executable} scripts/dev.py setup"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    if "unshare failed" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(f"no mounts here: {done.stderr}")
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert message in done.stderr

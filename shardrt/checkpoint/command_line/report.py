@@ -43,6 +43,30 @@ def description(path: Location) -> Iterator[str]:
     yield from _sums(path, checkpoint, ranks)
 
 
+def as_json(path: Location) -> dict[str, object]:
+    """What `inspect --json` prints: of `description`, the same for programs. What is not known is None, or an empty list."""
+    checkpoint = open_checkpoint(path)
+    ranks = checkpoint.ranks()
+    tensors = {
+        name: {
+            "shape": list(info.shape),
+            "dtype": str(info.dtype).removeprefix("torch."),
+            "nbytes": info.nbytes,
+            "ranks": sorted(set(ranks.get(name, ()))),
+        }
+        for name, info in checkpoint.tensors.items()
+    }
+    return {
+        "path": str(path),
+        "kind": checkpoint.kind,
+        "save": checkpoint.save_id,
+        "step": step_of(checkpoint),
+        "nbytes": sum(info.nbytes for info in checkpoint.tensors.values()),
+        "tensors": tensors,
+        "objects": list(checkpoint.objects),
+    }
+
+
 def _sums(path: Location, checkpoint: Checkpoint, ranks: Mapping[str, Iterable[int]]) -> Iterator[str]:
     infos = checkpoint.tensors.values()
     yield f"{path}: {checkpoint.kind}"
