@@ -264,6 +264,7 @@ def test_compiler_in_use() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # by torch 2.11
 def test_profiler_state() -> None:
     state = torch_internals.profiler_state
     assert not state._is_profiler_enabled
