@@ -7,6 +7,7 @@ silently become N worlds of one rank each: that is an error.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import signal
 import socket
@@ -37,6 +38,7 @@ from .replacement import Replacement, is_joining, joined, joining
 from .settings import EnvironmentSettings, Launched, MalformedVariable, SettingsError, agree, launched, read
 from .streams import Stream, current_stream, new_stream
 from .totals import Value, reduce_values
+from .version import TESTED_TORCH, __version__, release
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -193,6 +195,7 @@ class World:
 
 WorldKind = TypeVar("WorldKind", bound=World)
 
+_log = logging.getLogger(__name__)
 _world: World | None = None
 _monitor: Monitor | None = None  # the world's; it stays when the world has ended
 _guard = RankGuard()
@@ -235,6 +238,7 @@ def init(device: str | torch.device | None = None, *, nccl: NcclPolicy | None = 
     the CPU.
     nccl: how NCCL's communicators are made, the same on every rank; None for the defaults. The first call's counts.
     Works without a launcher, as a world of one rank. In a dry world, whose device is the meta device, any device is right.
+    Rank 0 logs a warning if torch is newer than those that the tests ran with.
     Raises: RuntimeError when the launcher started N > 1 ranks and MPI sees one, after finalize(), for another device than the
     world's, where ranks of one node are in PID namespaces of their own, where ranks take the same GPU, and where torch, CuPy
     and NCCL are built for different versions of CUDA; ImportError without mpi4py; ValueError on every rank for a variable or a
@@ -369,6 +373,9 @@ def _start(requested: str | torch.device | None, policy: NcclPolicy) -> World:
             raise
         keep_freed_memory()
         atexit.register(_finalize_at_exit)
+        if made.rank == 0 and release(torch.__version__) > release(TESTED_TORCH[-1]):
+            newer = f"torch {torch.__version__} is newer than those that shardrt {__version__} was tested with"
+            _log.warning("%s: %s", newer, ", ".join(TESTED_TORCH))
         return made
 
 

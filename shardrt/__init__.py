@@ -1,5 +1,8 @@
 """shardrt: a standalone runtime for fully sharded data parallel training."""
 
+from . import torch_names as torch_names  # first: it logs what is gone from torch before that is missed
+
+# isort: split
 from . import checkpoint as checkpoint
 from . import parallel as parallel
 from . import tensor as tensor

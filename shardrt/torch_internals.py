@@ -1,48 +1,8 @@
-"""The private names of torch that shardrt uses. The oldest torch of setup.cfg has them all, but for `_swap_data_ptr_`.
+"""What shardrt does with private names of torch. `torch_names.py` has the names, and checks that this torch has them.
 
 Two more are in `kernels/cuda.py` and `comm/streams.py`, which import nothing of shardrt: `TensorGuards` and
 `_cuda_getCurrentRawStream`, which Triton's launcher takes as well. What only `integrations/torch_distributed` needs, to stand
 in for torch's own groups, is there: `comm_hooks.py`, `dispatch.py`.
-
-| function                         | private name                                   |
-|----------------------------------|------------------------------------------------|
-| `current_backward`               | `torch._C._current_graph_task_id`              |
-| `queue_backward_callback`        | `Variable._execution_engine`                   |
-| `nodes_made`                     | `torch._C._autograd._get_sequence_nr`          |
-| `leaf_of`                        | `torch._C._functions.AccumulateGrad`           |
-| `wanted`                         | `torch._C._will_engine_execute_node`           |
-| `surround_functions`             | `torch.autograd.function._SingleLevelFunction` |
-| `may_be_kept`, `grad_hooks`      | `Tensor._backward_hooks`                       |
-| `post_accumulate_grad_hooks`     | `Tensor._post_accumulate_grad_hooks`           |
-| `current_transform`              | `torch._C._functorch.peek_interpreter_stack`   |
-| `unwrap_transform`               | `get_unwrapped`, `is_functorch_wrapped_tensor` |
-| `outside_transforms`             | `torch._functorch.pyfunctorch`                 |
-| `outside_modes`                  | `torch.utils._python_dispatch`, `torch._C._len_torch_dispatch_stack` |
-| `forward_mode_is_active`         | `torch.autograd.forward_ad._current_level`     |
-| `disabled_torch_function`        | `torch._C._disabled_torch_function_impl`       |
-| `as_plain_tensors`               | `torch._C.DisableTorchFunctionSubclass`        |
-| `without_torch_functions`        | `torch._C.DisableTorchFunction`                |
-| `left_mode`                      | `_get_current_function_mode_stack`, `_pop_mode`, `_push_mode` |
-| `torch_attention`                | `torch._C._nn.scaled_dot_product_attention`    |
-| `preserve_version`               | `_unsafe_preserve_version_counter`             |
-| `same_storage`                   | `torch.UntypedStorage._cdata`                  |
-| `swap_memory`                    | `torch.UntypedStorage._swap_data_ptr_`         |
-| `hide_package_from_compiler`     | `torch._dynamo.trace_rules`                    |
-| `compiler_in_use`                | `torch._dynamo.eval_frame.cached_backends`     |
-| `compiling`                      | `torch._C._dynamo.eval_frame`                  |
-| `init_group`                     | `torch.optim.Adam._init_group`                 |
-| `clip_lists_of`                  | `torch.utils._foreach_utils`                   |
-| `after_unscaling`                | `torch.amp.GradScaler._unscale_grads_`         |
-| `profiler_state`                 | `torch.autograd.profiler._is_profiler_enabled` |
-| `OpOverload`, `OpOverloadPacket` | `torch._ops`                                   |
-| `tree_map` and two others        | `torch.utils._pytree`                          |
-| `aten_operator`                  | operators with an underscore, as fused ones    |
-| `host_fuses_attention`           | `_fused_sdp_choice`, `DispatchKey`, `DispatchKeySet` |
-| `TorchDispatchMode`              | `torch.utils._python_dispatch`                 |
-
-This file leaves out names that have an underscore but are in general use by subclasses of tensors and modules: `_foreach_*`,
-`_make_wrapper_subclass`, `_version`, an operator's `_schema`, and a module's `_parameters`, `_buffers`,
-`_non_persistent_buffers_set` and `_apply`.
 """
 
 from __future__ import annotations
@@ -54,27 +14,27 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum, auto
 from operator import attrgetter
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.autograd import forward_ad, profiler
-from torch.autograd.function import _SingleLevelFunction
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import Node as Node
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
-from torch.utils import _foreach_utils
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
-from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
+
+from .torch_names import of_torch
+
+_get_current_function_mode_stack = of_torch("torch.overrides._get_current_function_mode_stack")
+_pop_mode, _push_mode = of_torch("torch.overrides._pop_mode"), of_torch("torch.overrides._push_mode")
+_get_current_dispatch_mode_stack = of_torch("torch.utils._python_dispatch._get_current_dispatch_mode_stack")
+_pop_dispatch_mode = of_torch("torch.utils._python_dispatch._pop_mode")
+_push_dispatch_mode = of_torch("torch.utils._python_dispatch._push_mode")
 
 
 def aten_operator(name: str) -> OpOverloadPacket | None:
@@ -97,11 +57,11 @@ def host_fuses_attention(*arguments: object) -> bool:
 # ---------------------------------------------------------------------- autograd
 
 # The number of the backward that runs in this thread, each another one; -1 outside.
-current_backward: Callable[[], int] = torch._C._current_graph_task_id
+current_backward: Callable[[], int] = of_torch("torch._C._current_graph_task_id")
 
 
 # How many nodes of graphs this thread has made, but for those of leaves. Cost: 25 ns.
-nodes_made: Callable[[], int] = torch._C._autograd._get_sequence_nr
+nodes_made: Callable[[], int] = of_torch("torch._C._autograd._get_sequence_nr")
 
 # Whether a tensor requires gradients, whatever its class says. Cost: called for each parameter in each step, so it is in C.
 requires_grad: Callable[[torch.Tensor], bool] = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
@@ -131,18 +91,25 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
 def surround_functions(is_watched: Callable[[type], bool], call: Callable[..., Any]) -> None:
     """From now on, where an argument's class is watched, `call(kind, apply, args, kwargs)` takes the place of `kind.apply`.
 
-    kind: a subclass of `torch.autograd.Function`, whose `apply` the user may have taken before.
+    kind: a subclass of `torch.autograd.Function`. Up to torch 2.13, the user may have taken its `apply` before.
     Cost: 0.3 us for each call, and 0.05 us for each argument.
     """
+    base = getattr(torch.autograd.function, "_SingleLevelFunction", None)
+    if base is None:
+        return
 
     def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
-        run = super(_SingleLevelFunction, kind).apply
+        run = super(base, kind).apply
         for arg in args:
             if is_watched(type(arg)):
+                if current_transform() is not None and issubclass(kind, torch.autograd.Function):
+                    break  # the transform calls `apply` again, of a class that it makes
                 return call(kind, run, args, kwargs)
         return run(*args, **kwargs)
 
-    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
+    base.apply = classmethod(apply)
+    if not isinstance(torch.autograd.Function.__dict__["apply"], classmethod):  # else it ends in a call of `base.apply`
+        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
 
 
 _HookGetter = Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], torch.Tensor | None]] | None]
@@ -152,7 +119,9 @@ grad_hooks: _HookGetter = attrgetter("_backward_hooks")
 post_accumulate_grad_hooks: _HookGetter = attrgetter("_post_accumulate_grad_hooks")
 
 # Inside, writes to a tensor do not count as modifications.
-preserve_version: Callable[[torch.Tensor], AbstractContextManager[None]] = _unsafe_preserve_version_counter
+preserve_version: Callable[[torch.Tensor], AbstractContextManager[None]] = of_torch(
+    "torch.autograd.grad_mode._unsafe_preserve_version_counter"
+)
 
 
 class Wanted(Enum):
@@ -179,12 +148,13 @@ def may_be_kept(tensor: torch.Tensor) -> bool:
 # ---------------------------------------------------------------------- torch.func's transforms, forward-mode AD
 
 # The innermost transform that is active, or None. Cost: called for each module in each forward, so it is a function in C.
-current_transform: Callable[[], object | None] = peek_interpreter_stack
+current_transform: Callable[[], object | None] = of_torch("torch._C._functorch.peek_interpreter_stack")
 
 
 def unwrap_transform(tensor: torch.Tensor) -> torch.Tensor:
     """What one transform has wrapped in a tensor; the tensor itself if none has."""
-    return get_unwrapped(tensor) if is_functorch_wrapped_tensor(tensor) else tensor
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return torch._C._functorch.get_unwrapped(tensor) if wrapped else tensor
 
 
 _NOTHING = nullcontext()
@@ -250,10 +220,10 @@ def disabled_torch_function() -> Any:
 
 
 # Inside, the `__torch_function__` of subclasses is not called.
-as_plain_tensors: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
+as_plain_tensors: Callable[[], AbstractContextManager[None]] = of_torch("torch._C.DisableTorchFunctionSubclass")
 
 # Inside, neither that nor a `TorchFunctionMode` is called.
-without_torch_functions: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
+without_torch_functions: Callable[[], AbstractContextManager[None]] = of_torch("torch._C.DisableTorchFunction")
 
 
 @contextmanager
@@ -278,7 +248,9 @@ def _replaced_modes(modes: list[TorchFunctionMode]) -> list[TorchFunctionMode]:
 
 
 # torch's own attention, whatever `torch.nn.functional` has under its name.
-torch_attention: Callable[..., torch.Tensor] = torch._C._nn.scaled_dot_product_attention
+torch_attention: Callable[..., torch.Tensor] = of_torch(
+    "torch._C._nn.scaled_dot_product_attention", instead=torch.nn.functional.scaled_dot_product_attention
+)
 
 
 def same_storage(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
@@ -288,18 +260,19 @@ def same_storage(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool
 
 def no_swap_memory(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
     """Stands in for `swap_memory` in torch 2.11, without which buffers are malloc's blocks: RuntimeError."""
-    raise RuntimeError(f"torch {torch.__version__} has no torch.UntypedStorage._swap_data_ptr_: install a tested version")
+    raise RuntimeError(f"torch {torch.__version__} has no torch.UntypedStorage._swap_data_ptr_: install a newer version")
 
 
 # Exchanges the memory of two storages, of which one has none; views of both follow.
-swap_memory: Callable[[torch.UntypedStorage, torch.UntypedStorage], object] = getattr(
-    torch.UntypedStorage, "_swap_data_ptr_", no_swap_memory
+swap_memory: Callable[[torch.UntypedStorage, torch.UntypedStorage], object] = of_torch(
+    "torch.UntypedStorage._swap_data_ptr_", instead=no_swap_memory
 )
 
 
 # ---------------------------------------------------------------------- profiler, compiler, optimizers
 
-profiler_state = profiler  # its `_is_profiler_enabled` changes when a profiler starts or stops
+# Its `_is_profiler_enabled` changes when a profiler starts or stops.
+profiler_state: Any = profiler if hasattr(profiler, "_is_profiler_enabled") else SimpleNamespace(_is_profiler_enabled=False)
 
 
 @functools.cache
@@ -311,7 +284,7 @@ def hide_package_from_compiler() -> None:
     """
     from torch._dynamo import trace_rules
 
-    for package in ("shardrt", "shardrt.comm", "shardrt.kernels"):
+    for package in ("shardrt", "shardrt.comm", "shardrt.kernels") if hasattr(trace_rules, "add") else ():
         trace_rules.add(package)
 
 
@@ -326,12 +299,15 @@ def compiler_in_use() -> bool:
     """Something in this process was given to torch.compile."""
     module = sys.modules.get("torch._dynamo.eval_frame")
     # torch.compiler.disable has the backend None.
-    return module is not None and any(backend is not None for backend in module.cached_backends.values())
+    return any(backend is not None for backend in getattr(module, "cached_backends", {}).values())
+
+
+_eval_frame_callback = of_torch("torch._C._dynamo.eval_frame.get_eval_frame_callback", instead=lambda: None)
 
 
 def compiling() -> bool:
     """A function given to torch.compile is traced, or runs and has called this one, be that by a graph break."""
-    return torch.compiler.is_compiling() or get_eval_frame_callback() is not None
+    return torch.compiler.is_compiling() or _eval_frame_callback() is not None
 
 
 def init_group(kind: type) -> Callable[..., Any] | None:
@@ -363,5 +339,6 @@ def clip_lists_of(kind: type[torch.Tensor]) -> None:
 
     Cost: without it, a collective for each gradient.
     """
-    if kind not in _foreach_utils._foreach_supported_types:
-        _foreach_utils._foreach_supported_types.append(kind)
+    kinds: list[type[torch.Tensor]] = getattr(torch.utils._foreach_utils, "_foreach_supported_types", [])
+    if kind not in kinds:
+        kinds.append(kind)

@@ -19,6 +19,7 @@
 - On a `Partial` tensor, only copies, and sums if its reduction is linear, run on the local shards. Operations on full tensors
   reduce it first. All others raise.
 - Plain tensors may take part if all ranks pass the same values and they expand to the global shape: each rank uses its shard.
+  Where a tensor is written by indices or a mask, plain ones are broadcast: they are rank 0's on every rank.
   In lists of sharded and plain tensors, plain ones are processed as usual.
 - Activations (`Spec.gathers` is False) are never gathered: operations that would raise NotImplementedError. `activations.py`
   has those that run on them besides.
@@ -47,7 +48,7 @@ from .elementwise import (
 )
 from .losses import LOSSES, loss, loss_backward
 from .operands import first_element, local_shards, mutated_tensors, raise_undefined, specs_of, wait_to_write
-from .random import RANDOM, broadcast_indices, broadcast_seed, fill
+from .random import RANDOM, broadcast_seed, fill, with_indices_of_rank_0
 from .reductions import TO_SCALAR, foreach_norm, to_scalar, unscale, vector_norm
 from .views import gathered_view, new_empty, random_like
 
@@ -62,8 +63,6 @@ _COPIES = {
     aten.fill_.Tensor,
     aten.masked_fill.Scalar,
     aten.masked_fill.Tensor,
-    aten.masked_fill_.Scalar,
-    aten.masked_fill_.Tensor,
     aten.zero_.default,
     aten.zeros_like.default,
     aten.ones_like.default,
@@ -84,7 +83,7 @@ _ON_FULL_TENSORS = (
 )
 # Elements of the mutated tensor depend on others, or on their own indices.
 _IN_PLACE_ON_FULL_TENSORS = (
-    "addmm_ cumprod_ cumsum_ eye fill_diagonal_ index_add_ index_copy_ index_fill_ masked_scatter_ put_ renorm_ scatter_ "
+    "addmm_ cumprod_ cumsum_ eye fill_diagonal_ index_add_ index_copy_ masked_scatter_ put_ renorm_ scatter_ "
     "scatter_add_ tril_ triu_"
 )
 _LAZY = ("_conj", "_neg_view")  # a bit of the tensor says so, which no wrapper can have
@@ -218,7 +217,15 @@ def _index_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if masked and isinstance(target, DTensor) and mask.spec == target.spec and values.dim() == 0:
         return on_local_shards(func, args, kwargs)
     mesh = next(value.spec.mesh for value in (target, *indices, values) if isinstance(value, DTensor))
-    return run_gathered(func, (target, broadcast_indices(mesh, indices), *args[2:]), kwargs)
+    return run_gathered(func, with_indices_of_rank_0(func, args, mesh), kwargs)
+
+
+def _filled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`index_fill_` and `masked_fill_`, which torch 2.15 makes of `x[indices] = number`: with rank 0's indices, as there."""
+    target = args[0]
+    if isinstance(target, DTensor) and target.spec.gathers:
+        args = with_indices_of_rank_0(func, args, target.spec.mesh)
+    return (run_gathered if func.overloadpacket is aten.index_fill_ else elementwise)(func, args, kwargs)
 
 
 def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -241,8 +248,10 @@ _BY_NAME: dict[str, Rule] = {
     "_to_copy": copy,
     "clone": copy,
     "copy_": copy_into,
+    "index_fill_": _filled,
     "index_put_": _index_put,
     "linalg_vector_norm": vector_norm,
+    "masked_fill_": _filled,
     "new_empty": new_empty,
     "new_empty_strided": new_empty_strided,
     "rand_like": random_like,

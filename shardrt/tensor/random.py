@@ -11,12 +11,13 @@ and keeps the overlap:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from ..comm import DeviceMesh, current_stream
+from ..torch_internals import tree_map_only
 from .placement import RaggedShard, Shard, Sharded, Spec
 
 BLOCK_NUMEL = 2**16
@@ -49,15 +50,28 @@ def broadcast_seed(mesh: DeviceMesh, generator: torch.Generator | None) -> int:
     return int(seed.item())
 
 
-def broadcast_indices(mesh: DeviceMesh, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Rank 0's values of the plain tensors, which may be random and differ. Collective. Cost: a broadcast of each."""
-    stream, made = current_stream(mesh.device), []
-    for index in indices:
-        if index is not None and type(index) is torch.Tensor:
-            index = index.to(mesh.device, memory_format=torch.contiguous_format, copy=True)
-            mesh.communicator("tensor").broadcast(index, index, 0, stream=stream).wait(stream)
-        made.append(index)
-    return made
+# Where the indices of what `x[indices] = value` becomes are among its arguments; up to torch 2.14 it is always the first.
+_INDICES = {aten.index_put_: 1, aten.index_fill_: 2, aten.masked_fill_: 1}
+
+
+def with_indices_of_rank_0(func: Any, args: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+    """The same arguments, with rank 0's values of plain indices, which may be random and differ. Collective, for `_INDICES`.
+
+    Cost: a broadcast of each index.
+    """
+    position = _INDICES.get(func.overloadpacket)
+    if position is None:
+        return args
+    stream = current_stream(mesh.device)
+
+    def of_rank_0(index: torch.Tensor) -> torch.Tensor:
+        if type(index) is not torch.Tensor:
+            return index
+        sent = index.to(mesh.device, memory_format=torch.contiguous_format, copy=True)
+        mesh.communicator("tensor").broadcast(sent, sent, 0, stream=stream).wait(stream)
+        return sent.to(index.device)
+
+    return (*args[:position], tree_map_only(torch.Tensor, of_rank_0, args[position]), *args[position + 1 :])
 
 
 def fill(local: torch.Tensor, spec: Spec, seed: int, draw: Callable[[torch.Tensor, torch.Generator], object]) -> None:

@@ -18,7 +18,7 @@ from .dtensor import DTensor
 from .inference_mode import run_in_inference_mode
 from .operands import check_gradients, gather_full, mutated_tensors, raise_undefined, tensors_in, wait_to_write
 from .placement import Replicate, Spec
-from .random import RANDOM, broadcast_indices, broadcast_seed
+from .random import RANDOM, broadcast_seed, with_indices_of_rank_0
 
 aten = torch.ops.aten
 
@@ -184,8 +184,8 @@ def _run_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if func in RANDOM:
         seed = broadcast_seed(args[0]._origin.spec.mesh, kwargs.get("generator"))
         kwargs = {**kwargs, "generator": torch.Generator(args[0].device).manual_seed(seed)}
-    if func is aten.index_put_.default and views:
-        args = (args[0], broadcast_indices(args[0]._origin.spec.mesh, args[1]), *args[2:])
+    if views:
+        args = with_indices_of_rank_0(func, args, next(iter(views.values()))._origin.spec.mesh)
     for view in views.values():
         view._refresh(func)
     wait_to_write(view._origin for view in views.values())

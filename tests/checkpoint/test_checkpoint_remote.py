@@ -10,6 +10,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -19,7 +21,6 @@ import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 import shardrt
 from checkpoints import shared_folder, small_state, tensors_of, train
@@ -32,6 +33,10 @@ from shardrt.checkpoint.disk.remote_path import remote_path
 from shardrt.checkpoint.disk.storage import storage_of
 from shardrt.checkpoint.formats.dcp.metadata import read_stored
 from shardrt.comm import World
+
+# Up to torch 2.14 its name is private.
+_PLACES = (f"torch.distributed.checkpoint.{name}" for name in ("fsspec_filesystem", "_fsspec_filesystem"))
+FsspecReader: Any = import_module(next(filter(find_spec, _PLACES))).FsspecReader
 
 # Elements of 4 bytes: items on both sides of 16 KiB, 64 KiB and 1 MiB, and more than one range of 8 MiB.
 LENGTHS = (1, 4095, 4096, 4097, (1 << 14) + 1, (1 << 18) - 40, 1 << 18, (1 << 18) + 1, (9 << 18) + 3)

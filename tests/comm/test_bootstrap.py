@@ -18,6 +18,7 @@ from shardrt.comm.binding import SharedGpuError, bind_device, locate
 from shardrt.comm.ending import processes
 from shardrt.comm.ending.processes import Process, launcher_of, variable_of
 from shardrt.comm.guard.node import Node, RankPlace
+from shardrt.comm.version import TESTED_TORCH
 from shardrt.launch import Mpi
 
 pytestmark = pytest.mark.mpi
@@ -207,6 +208,13 @@ assert mesh.size() == shardrt.world().size == 1
 def test_import_starts_nothing() -> None:
     source = "import sys, shardrt, shardrt.comm, shardrt.kernels; print('mpi4py' in sys.modules, 'cupy' in sys.modules)"
     assert run_alone(source, FRESH).stdout == "False False\n"
+
+
+def test_a_torch_newer_than_those_of_the_tests_is_named_once() -> None:
+    source = "import torch; torch.__version__ = '{}'; import shardrt; shardrt.init(); shardrt.init()"
+    done = run_script(source.format("99.1.0a0+git"), 2, FRESH)
+    assert done.stderr.count("torch 99.1.0a0+git is newer than those that shardrt") == 1
+    assert "is newer" not in run_script(source.format(f"{TESTED_TORCH[-1]}.9+cpu"), 2).stderr
 
 
 def test_other_processes_are_read_only_where_the_kernel_permits_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,7 +158,7 @@ def run_in_autocast(x: torch.Tensor, weight: LinearWeight) -> None:
         assert F.linear(x, weight).dtype == torch.bfloat16
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's forward-mode AD calls it
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's forward-mode AD calls it
 @pytest.mark.parametrize("call", [*UNUSUAL.values(), run_with_tangent, run_in_autocast])
 def test_torch_alone_runs_what_is_unusual(call: Callable[..., object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_place, "_linear", None)

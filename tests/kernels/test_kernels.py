@@ -21,6 +21,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch._dynamo  # before a double of CuPy is there: at its import it looks into every module
 import torch.nn.functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 

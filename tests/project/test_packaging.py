@@ -24,6 +24,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import dev
+from shardrt.comm.version import TESTED_TORCH
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {"shardrt": "shardrt", "comm": "shardrt/comm", "kernels": "shardrt/kernels"}
@@ -274,11 +275,20 @@ def test_dev_takes_the_torch_of_the_index_itself(tmp_path: Path, monkeypatch: py
     """With the NVIDIA packages that it names, whatever versions the constraints have."""
     commands: list[list[str]] = []
     monkeypatch.setattr(dev, "execute", lambda venv, command: commands.append(command))
-    dev.install_checkout(dev.Venv(tmp_path, "mpich,standin", exact_torch=True))
-    assert sum(part.startswith("torch===") for part in commands[-1]) == 1
+    dev.install_checkout(dev.Venv(tmp_path, "mpich,standin", torch="2.13.0"))
+    assert commands[-1].count("torch===2.13.0") == 1
     constraints = (tmp_path / "constraints.txt").read_text().splitlines()
     assert len(constraints) > 50
     assert not any(line.startswith("nvidia-") for line in constraints)
+
+
+def test_versions_of_torch_are_named_alike() -> None:
+    """Those of the tests, the oldest and the newest that dev.py installs, and in the pages."""
+    assert dev.OLDEST.torch.startswith(f"{TESTED_TORCH[0]}.")
+    assert dev.NEWEST.torch.startswith(f"{TESTED_TORCH[-1]}.")
+    for page in ("README.md", "setup.cfg", "docs/getting_started.md"):
+        text = (ROOT / page).read_text()
+        assert [version for version in TESTED_TORCH if version not in text] == [], page
 
 
 def test_dev_makes_anew_what_was_interrupted(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from shardrt import torch_internals
+from ranks import FRESH, run_script
+from shardrt import torch_internals, torch_names
 from shardrt.tensor.dtensor import DTensor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,20 +27,57 @@ def during_backward(seen: Callable[[], object]) -> object:
     return found[0]
 
 
+def sources() -> dict[str, str]:
+    """Of the packages, but for the table's own."""
+    paths = [path for folder in ("shardrt", "comm", "kernels") for path in (ROOT / folder).rglob("*.py")]
+    return {name: path.read_text() for path in paths if (name := str(path.relative_to(ROOT))) != "shardrt/torch_names.py"}
+
+
 def test_the_table_names_what_is_used() -> None:
-    """Each private name has a row of the docstring, by its last part or its module; what each row names is used."""
-    assert torch_internals.__doc__ is not None
-    assert torch_internals.__file__ is not None
-    rows = [line.split("|")[1:3] for line in torch_internals.__doc__.splitlines() if line.startswith("| `")]
-    owned = {function for functions, _ in rows for function in re.findall(r"`(\w+)`", functions)}
-    assert all(hasattr(torch_internals, function) for function in owned)
-    in_table = {name for _, cell in rows for name in re.findall(r"`([\w.]+)`", cell)}
-    source = Path(torch_internals.__file__).read_text()
-    used = private_names(source) | {f"{owner}.{name}" for name, owner in OF_INSTANCES.items() if name in source}
-    used.add("torch.optim.Adam._init_group")  # asked for by `getattr`
-    covered = {path: [name for name in in_table if f".{name}." in f".{path}."] for path in used}
-    assert [path for path, names in covered.items() if not names] == []
-    assert in_table == {name for names in covered.values() for name in names}
+    """Each private name has a row, and each row is used."""
+    everything = "".join(sources().values())
+    unused = [name for name in torch_names.FAILS_WITHOUT if not re.search(rf"\b{name.rpartition('.')[2]}\b", everything)]
+    assert unused == []
+    used = set(re.findall(r'of_torch\(\s*"([\w.]+)"', everything)).union(*map(private_names, sources().values()))
+    rows = [f"{name}." for name in torch_names.FAILS_WITHOUT]  # of what they belong to, too
+    general = ("torch._foreach_", "torch.Tensor._make_wrapper_subclass")
+    without = [name for name in used if not any(f"{name}.".startswith(row) or row.startswith(f"{name}.") for row in rows)]
+    assert [name for name in without if not name.startswith(general)] == []
+
+
+def test_this_torch_lacks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torch_names.lacking() == []
+    gone = ("torch.no_module.name", "torch.Tensor._no_name", "torch._dynamo.trace_rules.no_name", "torch._dynamo.no_file.add")
+    monkeypatch.setattr(torch_names, "FAILS_WITHOUT", dict.fromkeys((*gone, "torch._dynamo.trace_rules.add"), ""))
+    assert torch_names.lacking() == list(gone)
+
+
+GONE = """
+import torch
+del torch._C._current_graph_task_id, torch.autograd.profiler._is_profiler_enabled, torch.autograd.function._SingleLevelFunction
+import shardrt
+world = shardrt.init("cpu")
+assert not shardrt.torch_internals.profiler_state._is_profiler_enabled
+model = shardrt.fully_shard(torch.nn.Linear(2, 2))
+try:
+    model(torch.ones(1, 2))
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_what_is_gone_is_named_once() -> None:
+    """With what fails for it; the rest works, and what fails says why."""
+    done = run_script(GONE, 2, FRESH)
+    assert done.returncode == 0, done.stderr
+    first, *lines = done.stderr.splitlines()
+    assert first.startswith(f"torch {torch.__version__} lacks private names")
+    assert [line.strip() for line in lines] == [
+        "torch._C._current_graph_task_id, for sharded modules",
+        "torch.autograd.function._SingleLevelFunction, for sharded parameters as arguments of a torch.autograd.Function",
+        "torch.autograd.profiler._is_profiler_enabled, for names of modules in profiles",
+    ]
+    assert done.stdout.count(f"torch {torch.__version__} has no torch._C._current_graph_task_id") == 2
 
 
 def test_in_backward() -> None:
@@ -226,6 +264,7 @@ def test_compiler_in_use() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # by torch 2.11
 def test_profiler_state() -> None:
     state = torch_internals.profiler_state
     assert not state._is_profiler_enabled
@@ -335,8 +374,7 @@ def test_private_names_are_used_in_one_file_only() -> None:
     """In the packages."""
     found, of_instances = {}, {}
     watched = {"_execution_engine", "_use_count", *OF_INSTANCES}
-    for path in (path for folder in ("shardrt", "comm", "kernels") for path in (ROOT / folder).rglob("*.py")):
-        source, name = path.read_text(), str(path.relative_to(ROOT))
+    for name, source in sources().items():
         if name != "shardrt/torch_internals.py":
             found[name] = private_names(source)
             attributes = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}

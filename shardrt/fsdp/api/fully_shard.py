@@ -36,8 +36,8 @@ from ..params.tensor_parallel import DTensorExtensions, FSDPExtensions, OuterSha
 from ..schedule.param_group import GroupSettings, ParamGroup
 from ..schedule.registered import check_same_modules, watch_registrations
 from ..schedule.state_dicts import hook_state_dicts
+from . import functions as functions
 from .collect import Found, Owners, check_mesh, collect, kinds_of
-from .functions import watch_functions
 from .module import FSDPModule
 from .sharded_class import make_sharded
 
@@ -106,7 +106,6 @@ def fully_shard(
     while planned.parts:
         groups.append(_make_group(modules, planned.parts.pop(0), policies, reshard_after_forward, planned.ignored))
     watch_registrations()
-    watch_functions()
     for holder, attribute, buffer in planned.buffers:
         if not buffer.is_meta:
             holder._buffers[attribute] = buffer.to(mesh.device)

@@ -3,12 +3,11 @@
 Their forward runs without gradients, and their backward makes whatever it likes, so no rule of an operation on a `DTensor` can
 see that each rank makes a gradient of its own. So such a call is a forward of the parameter's module: it gathers, the function
 is given the gathered parameter, and its gradient is averaged. Operators of `torch.library.register_autograd`, and
-`checkpoint(use_reentrant=True)` of `torch.utils.checkpoint`, are such functions as well.
+`checkpoint(use_reentrant=True)` of `torch.utils.checkpoint`, are such functions as well. They are watched from the import on.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
@@ -24,12 +23,6 @@ from ..schedule.param_group import ParamGroup
 from .module import FSDPModule, run_forward
 
 Function = type[torch.autograd.Function]
-
-
-@functools.cache
-def watch_functions() -> None:
-    """Watch what autograd's functions are given, from the first call on."""
-    surround_functions(_WATCHED.__contains__, _call)
 
 
 _WATCHED = frozenset({DTensor, GatheredParameter, GatheredAlias})
@@ -90,3 +83,7 @@ def _run_as_forward(
 
 def _forward(module: FSDPModule, run: Callable[..., Any], *inputs: torch.Tensor) -> Any:
     return run_forward(module, run, inputs, {})
+
+
+# At import: with torch 2.14 and later, what the user takes from a class before, as in `mul = Mul.apply`, goes past it.
+surround_functions(_WATCHED.__contains__, _call)

@@ -35,6 +35,7 @@ from torch.nn.functional import linear
 from torch.utils.weak import TensorWeakRef
 
 from ...comm import Stream
+from ...comm.version import release
 from ...torch_internals import (
     Wanted,
     as_plain_tensors,
@@ -54,6 +55,7 @@ from ..memory.context import Streams
 from .param import GatheredParameter, RunningParameter, ShardedParam
 
 _unsafe_view = aten_operator("_unsafe_view")
+_VIEW_WITH_BIAS = release(torch.__version__) < (2, 15)
 
 Place = Callable[[nn.Parameter], torch.Tensor | None]  # makes a tensor in the gradient's place, or None
 
@@ -124,7 +126,8 @@ def _linear(x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None = N
         return _Linear.apply(x, weight, bias)
     made = _Linear.apply(x.flatten(0, -2), weight, bias)
     shape = (*x.shape[:-1], weight.shape[0])
-    return made.view(shape) if bias is not None or _unsafe_view is None else _unsafe_view(made, shape)  # as torch has it
+    is_view = bias is not None and _VIEW_WITH_BIAS  # as torch has it
+    return made.view(shape) if is_view or _unsafe_view is None else _unsafe_view(made, shape)
 
 
 class _Linear(torch.autograd.Function):

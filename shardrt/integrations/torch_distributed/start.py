@@ -99,3 +99,6 @@ def _abandon() -> None:
 
 
 dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+# To groups of other backends torch 2.15 attaches a flight recorder, which takes one in C++. Here shardrt records the calls.
+_recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+_recording.add(BACKEND)
