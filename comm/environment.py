@@ -7,16 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from .bootstrap import world
+from .guard.node import OF_PROCESSES
 
 # Set by mpirun (hydra, Open MPI, MVAPICH), srun, jsrun and LSF for their ranks.
 _PREFIXES = ("PMI_", "PMIX_", "OMPI_", "MPI_LOCAL", "MV2_COMM_WORLD_", "SLURM_", "JSM_NAMESPACE_", "LSB_")
-# Set by torchrun for its workers; some sites set these for jobs of mpirun and srun as well.
-_NAMES = frozenset(
-    (
-        *("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
-        *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
-    )
-)
+_NAMES = frozenset((*OF_PROCESSES, "MASTER_ADDR", "MASTER_PORT"))
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import torch
 from .ending.processes import is_launched
 from .ending.report import PROGRESS
 from .ending.words import name_ranks
-from .guard.node import REPLACE, SURVIVE, launcher_variables
+from .guard.node import RANK, REPLACE, SURVIVE, WORLD_SIZE, launcher_variables
 from .nccl_policy import NcclPolicy
 from .version import __version__
 
@@ -32,6 +32,7 @@ T = TypeVar("T")
 _MAX_SECONDS = 1e8  # three years
 _MAX_CALLS = 10_000_000
 _MAX_RANKS = 10_000_000
+_RANKS_ALONE = ("PMIX_RANK", "PALS_RANKID")  # a rank's number, of launchers that may say no more
 
 
 class SettingsError(ValueError):
@@ -46,7 +47,7 @@ class MalformedVariable(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """The number of ranks, as the launcher says."""
+    """The number of ranks, as the launcher says, or the least that it can be."""
 
     variable: str
     ranks: int
@@ -144,19 +145,29 @@ def agree(comm: MPI.Intracomm, own: EnvironmentSettings, problems: Sequence[Malf
 
 
 def launched(environment: Mapping[str, str]) -> Launched | None:
-    """The number of ranks that the launcher says it has started; None without a launcher.
+    """The number of ranks that the launcher says it has started; None for a process that may be alone.
 
     Raises: SettingsError for a variable that is no number, before MPI starts, which fails on it without naming it.
     """
     variables = launcher_variables(environment)
-    if variables is None:
-        return None
-    variable, _ = variables
-    reader = _Reader(environment)
-    ranks = reader.number(variable, range(1, _MAX_RANKS + 1), 1)
-    for found, expected in reader.problems:
-        raise SettingsError(f"{found}, which the launcher sets: expected {expected}, the ranks of the job")
-    return Launched(variable, ranks)
+    if variables is not None:
+        variable, _ = variables
+        reader = _Reader(environment)
+        ranks = reader.number(variable, range(1, _MAX_RANKS + 1), 1)
+        for found, expected in reader.problems:
+            raise SettingsError(f"{found}, which the launcher sets: expected {expected}, the ranks of the job")
+        if ranks > 1:
+            return Launched(variable, ranks)
+    if environment.get(RANK) and (ranks := _number_of(environment, WORLD_SIZE)) > 1:
+        return Launched(WORLD_SIZE, ranks)
+    numbers = () if variables is not None else _RANKS_ALONE
+    return next((Launched(name, number + 1) for name in numbers if (number := _number_of(environment, name))), None)
+
+
+def _number_of(environment: Mapping[str, str], variable: str) -> int:
+    """A number that other programs have set; 0 for any other text."""
+    text = environment.get(variable, "")
+    return int(text) if re.fullmatch(r"\d{1,9}", text, re.ASCII) else 0
 
 
 def seconds(text: str) -> float | None:

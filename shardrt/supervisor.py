@@ -56,7 +56,7 @@ if not __package__:  # run by path: packages with nothing in them stand in for s
 
 from .comm.ending.processes import Process, kill, processes, processes_with, variable_of
 from .comm.ending.report import BEGUN, EXIT_CODE, FINISHED, JOINED, LOST, PROGRESS, REPORTS, write
-from .comm.guard.node import JOINING
+from .comm.guard.node import JOINING, OF_PROCESSES
 
 USAGE_ERROR = 2
 _LOOK_S = 0.5  # between two looks for reports
@@ -80,6 +80,8 @@ _WATCHED = PASSED_ON | {signal.SIGCHLD}
 def main(arguments: list[str]) -> int:
     """Run the job until it ends for good; returns its exit code."""
     options = _parser().parse_args(arguments)
+    for name in OF_PROCESSES:  # what started this process has numbered others than the ranks
+        os.environ.pop(name, None)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a caller that ignores it leaves no exit codes
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     with ExitStack() as folders:

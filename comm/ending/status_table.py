@@ -58,8 +58,8 @@ class Header:
     makes it write its stacks to.   state: that of its process in /proc, as its node's first rank saw it.   note: its last call,
     once it is LEAVING.   waited: seconds that it has been inside operations.   operations: how many it has begun.   idle:
     seconds since it, or a rank that it waits for, has worked; negative: that it is still given.   steps, forwards, accumulates:
-    of its `Progress`.   chain: how many ranks wait for each other, from this one to one that does not wait; in a circle it grows
-    beyond the number of ranks.
+    of its `Progress`.   chain: how many ranks wait for each other, from this one to one that does not wait; in a circle it
+    grows beyond the number of ranks.
     """
 
     def __init__(

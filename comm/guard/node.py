@@ -17,7 +17,21 @@ VARIABLE = "SHARDRT_GUARD"  # names the descriptor of the pipe to the guard, and
 # Variables for the number of ranks, and for the rank.
 # Hazard: inside an allocation hydra's ranks all carry the SLURM variables of its own one-per-node step, so a launcher's own
 # variables come first, and Slurm's count only inside a step.
-_RANKS = (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK"), ("SLURM_NTASKS", "SLURM_PROCID"))
+_RANKS = (
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("PMI_SIZE", "PMI_RANK"),  # hydra, Flux, PALS, srun --mpi=pmi2
+    ("FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
+    ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),  # LSF's jsrun
+    ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
+    ("SLURM_NTASKS", "SLURM_PROCID"),
+)
+# Set for each process by torchrun, Accelerate's and DeepSpeed's launchers, Ray Train, and a PyTorchJob of Kubernetes: these
+# start processes without MPI. Some sites set them for jobs of mpirun and srun as well.
+WORLD_SIZE, RANK = "WORLD_SIZE", "RANK"
+OF_PROCESSES = (
+    *(WORLD_SIZE, RANK, "LOCAL_WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE", "GROUP_RANK", "ROLE_WORLD_SIZE", "ROLE_RANK"),
+    *("NODE_RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
+)
 # Variables for a rank's number on its node, and for the number of the node's ranks.
 # Slurm sets PMI_SIZE as well, for MPICH, but not hydra's MPI_LOCALNRANKS.
 _HYDRAS = "MPI_LOCALNRANKS"

@@ -219,7 +219,7 @@ class ExitHandlers:
     def _on_exception(self, kind: type[BaseException], value: BaseException | None, trace: TracebackType | None) -> None:
         trace_lines = traceback.format_exception(kind, value, trace)
         if issubclass(kind, KeyboardInterrupt):
-            self.end(130, "interrupted (SIGINT)", trace_lines)
+            self.end(130, "interrupted (SIGINT)", _programs_line(traceback.format_tb(trace)))
         if issubclass(kind, RankLost):  # nobody recovers, or the others do
             self.end(EXIT_CODE, "uncaught exception", trace_lines, is_own=members.is_newcomer)
         self.end(1, "uncaught exception", trace_lines, is_own=True)
@@ -270,7 +270,7 @@ class ExitHandlers:
             if number[0] == signal.SIGTERM:
                 self.end(143, "terminated (SIGTERM)", where)
             elif not self._interrupted.wait(self._timing.interrupt_s) and self._under_way() != NOTHING:
-                self.end(130, "interrupted (SIGINT)", where)
+                self.end(130, "interrupted (SIGINT)", _programs_line(where))
             self._interrupted.clear()
 
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
@@ -279,3 +279,8 @@ class ExitHandlers:
 
     def _on_terminate(self, number: int, frame: FrameType | None) -> None:
         self.end(143, "terminated (SIGTERM)", traceback.format_stack(frame))
+
+
+def _programs_line(frames: list[str]) -> list[str]:
+    """Of frames in words, outermost first, that of the program: whoever interrupts a job has asked for no error's traceback."""
+    return [frame for frame in frames if 'File "<frozen' not in frame][:1]

@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,6 +104,16 @@ def test_without_a_launcher() -> None:
         ({"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}, True),
         ({"SLURM_NTASKS": "2"}, False),  # a batch script or a shell inside an allocation, not a task
         ({"OMPI_COMM_WORLD_SIZE": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}, False),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, True),  # torchrun, Ray Train
+        ({"PMI_SIZE": "1", "WORLD_SIZE": "2", "RANK": "0"}, True),
+        ({"WORLD_SIZE": "2"}, False),
+        ({"WORLD_SIZE": "1", "RANK": "0"}, False),
+        ({"FLUX_JOB_SIZE": "2", "FLUX_TASK_RANK": "0"}, True),
+        ({"JSM_NAMESPACE_SIZE": "2", "JSM_NAMESPACE_RANK": "0"}, True),
+        ({"MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_RANK": "0"}, True),
+        ({"PMIX_RANK": "1"}, True),
+        ({"PALS_RANKID": "3"}, True),
+        ({"PMIX_RANK": "0"}, False),  # it may be alone
     ],
 )
 def test_a_job_that_fell_apart_is_refused(variables: dict[str, str], refused: bool) -> None:
@@ -112,6 +123,22 @@ def test_a_job_that_fell_apart_is_refused(variables: dict[str, str], refused: bo
     assert (done.returncode != 0) == refused, done.stderr
     if refused:
         assert "launcher and MPI do not match" in done.stderr
+        assert "python -m shardrt.launch -n" in done.stderr
+
+
+def test_torchrun_in_the_place_of_mpirun_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import shardrt; shardrt.init('cpu'); print('trains')")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    logs = ["--log-dir", str(tmp_path), "--redirects", "3"]
+    done = subprocess.run([*torchrun, *logs, str(script)], capture_output=True, text=True, env=rank_environment(), timeout=120)
+    assert done.returncode != 0
+    assert not any(path.read_text() for path in tmp_path.rglob("stdout.log"))
+    errors = [error for path in tmp_path.rglob("stderr.log") if (error := path.read_text())]
+    assert errors, "torchrun may end one before it has failed"
+    for error in errors:
+        assert "WORLD_SIZE=2" in error
+        assert f"python -m shardrt.launch -n 2 {script}" in error
 
 
 EXCEPTION = """

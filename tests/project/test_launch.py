@@ -108,6 +108,8 @@ def test_variables_of_the_user_are_kept(launcher: Launcher) -> None:
         ({"PMI_SIZE": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}, False),  # srun --pty bash
         ({"SLURM_NTASKS": "2"}, False),  # a batch script
         ({"PMI_SIZE": ""}, False),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, True),  # torchrun
+        ({"WORLD_SIZE": "2"}, False),
     ],
 )
 def test_a_rank_cannot_launch_a_job(environment: dict[str, str], refused: bool) -> None:

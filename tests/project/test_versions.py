@@ -9,12 +9,14 @@ import pytest
 from shardrt.checkpoint.__main__ import main as checkpoint
 from shardrt.comm.stress.options import parse as stress
 from shardrt.comm.version import __version__
+from shardrt.launch import main as launch
 from shardrt.plan.__main__ import main as plan
 from shardrt.timeline.__main__ import main as timeline
 
 COMMANDS: dict[str, Callable[[list[str]], object]] = {
     "checkpoint": checkpoint,
     "stress": stress,
+    "launch": launch,
     "plan": plan,
     "timeline": timeline,
 }
