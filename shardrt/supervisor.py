@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import os
 import shlex
 import shutil
@@ -57,9 +58,11 @@ if not __package__:  # run by path: packages with nothing in them stand in for s
 from .comm.ending.processes import Process, kill, processes, processes_with, variable_of
 from .comm.ending.report import BEGUN, EXIT_CODE, FINISHED, JOINED, LOST, PROGRESS, REPORTS, write
 from .comm.guard.node import JOINING, OF_PROCESSES
+from .nodes import Meeting, Refused
 
 USAGE_ERROR = 2
 _LOOK_S = 0.5  # between two looks for reports
+_LOOK_AT_NODES_S = 0.05
 _OF_LOST = {128 + number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGALRM)}
 _NO_RANKS_S = 5.0  # for mpirun to end when no rank is left
 _END_S = 10.0  # for mpirun to end when a rank has said that it ends the job
@@ -74,16 +77,13 @@ _libc = ctypes.CDLL(None)
 _ENDS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 # Not what the caller ignores, such as SIGINT of a shell's background job: where it is blocked, it would come all the same.
 PASSED_ON = {s for s in _ENDS | {signal.SIGUSR1} if signal.getsignal(s) is not signal.SIG_IGN}
-_WATCHED = PASSED_ON | {signal.SIGCHLD}
+WATCHED = PASSED_ON | {signal.SIGCHLD}
 
 
 def main(arguments: list[str]) -> int:
     """Run the job until it ends for good; returns its exit code."""
     options = _parser().parse_args(arguments)
-    for name in OF_PROCESSES:  # what started this process has numbered others than the ranks
-        os.environ.pop(name, None)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a caller that ignores it leaves no exit codes
-    signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+    prepare()
     with ExitStack() as folders:
         try:
             reports = _fresh_folder(folders, tempfile.gettempdir())
@@ -91,13 +91,38 @@ def main(arguments: list[str]) -> int:
         except OSError as error:
             report(f"cannot make a folder: {error}; TMPDIR names the place for temporary files")
             return USAGE_ERROR
+        try:
+            meeting = None if options.nodes is None else _meeting(options, reports)
+        except Refused as error:
+            report(str(error))
+            return USAGE_ERROR
         folders.enter_context(cleaner([reports, *([] if progress is None else [progress.parent])]))
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         if progress is None:
-            return run(options, reports)[0]
-        progress.touch()  # Hazard: for a while, NFS answers from a cache that a file is not there
-        os.environ[PROGRESS] = str(progress)
-        return run_again(options, reports, progress)
+            code = run(options, reports, meeting)[0]
+        else:
+            progress.touch()  # Hazard: for a while, NFS answers from a cache that a file is not there
+            os.environ[PROGRESS] = str(progress)
+            code = run_again(options, reports, progress, meeting)
+        if meeting is not None:
+            meeting.end(code)
+        return code
+
+
+def prepare() -> None:
+    """Take what this process was given by the one that has started it as a launcher has to."""
+    for name in OF_PROCESSES:  # they number others than the ranks
+        os.environ.pop(name, None)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a caller that ignores it leaves no exit codes
+    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+
+
+def _meeting(options: argparse.Namespace, folder: Path) -> Meeting:
+    """The launchers of the other nodes, and the program that mpirun calls in the place of ssh, in the folder."""
+    shell = [*options.remote_shell, str(Path(__file__).with_name("remote_shell.py"))]
+    (folder / "ssh").write_text(f'#!/bin/sh\nexec {shlex.join(shell)} "$@"\n')
+    (folder / "ssh").chmod(0o700)
+    return Meeting(options.nodes, options.port, json.loads(options.about), folder, report)
 
 
 def _fresh_folder(folders: ExitStack, where: str) -> Path:
@@ -117,7 +142,8 @@ def cleaner(folders: list[Path]) -> Iterator[None]:
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         if os.fork() == 0:
-            os.close(writer)
+            os.closerange(3, reader)  # connections to other nodes end with their owner
+            os.closerange(reader + 1, os.sysconf("SC_OPEN_MAX"))
             os.setsid()  # a Ctrl-C at the terminal is for the ranks
             for fd in range(3):  # nobody waits for this process to close them
                 os.dup2(os.open(os.devnull, os.O_RDWR), fd)
@@ -156,11 +182,11 @@ def _end(find: Callable[[], list[Process]], wait: Callable[[], object] = lambda:
     return True
 
 
-def run_again(options: argparse.Namespace, reports: Path, progress: Path) -> int:
+def run_again(options: argparse.Namespace, reports: Path, progress: Path, meeting: Meeting | None) -> int:
     """Run the job, and again after each failure, while it advances; returns the exit code."""
     last, done = None, 0
     while True:
-        code, was_told = run(options, reports)
+        code, was_told = run(options, reports, meeting)
         found = progress.read_text().split()
         if "stopped" in found:
             return os.EX_TEMPFAIL
@@ -182,16 +208,20 @@ def reason_to_give_up(done: int, restarts: int, *, has_advanced: bool) -> str | 
     return None if has_advanced else "not started again, since it failed twice without a new checkpoint in between"
 
 
-def run(options: argparse.Namespace, folder: Path) -> tuple[int, bool]:
+def run(options: argparse.Namespace, folder: Path, meeting: Meeting | None) -> tuple[int, bool]:
     """Run the job once, until nothing of it is left on this machine; returns its exit code, and whether a signal came."""
     clean = partial(_run, shlex.split(options.clean))
     clean()
     reports = Reports(folder)
-    job, was_ended = RunningJob(options.command, options.ends), False
+    if meeting is not None and (code := gather(meeting, options.join_timeout)) is not None:
+        return code, code != USAGE_ERROR
+    job, was_ended = RunningJob(_line(options.command, meeting, folder), options.ends), False
     while job.is_running():
-        info = signal.sigtimedwait(_WATCHED, _LOOK_S)
+        if meeting is not None:
+            look_at(meeting, job)
+        info = signal.sigtimedwait(WATCHED, _LOOK_S if meeting is None else _LOOK_AT_NODES_S)
         if info is not None and info.si_signo in PASSED_ON:
-            job.tell(info)
+            job.tell(info.si_signo, is_terminals=info.si_code == _SI_KERNEL)
         reports.print_new()
         if reports.has_finished:
             job.end_joining(reports.joined)
@@ -200,6 +230,8 @@ def run(options: argparse.Namespace, folder: Path) -> tuple[int, bool]:
             job.kill()
     wait_for_guards()
     reports.print_new()
+    if meeting is not None:
+        meeting.over()
     code, was_told = job.code(reports.code), bool(job.told)
     if options.survive and reports.has_begun:
         code = code_of_survivors(code, reports, was_ended=was_ended)
@@ -207,6 +239,32 @@ def run(options: argparse.Namespace, folder: Path) -> tuple[int, bool]:
         was_told |= end_orphans()
         clean()
     return code, was_told
+
+
+def gather(meeting: Meeting, limit_s: float) -> int | None:
+    """Wait until the launchers of all nodes are here; returns the exit code if they are not: there is no job."""
+    try:
+        info = meeting.gather(limit_s, partial(signal.sigtimedwait, PASSED_ON))
+    except Refused as error:
+        meeting.refuse(str(error))
+        report(str(error))
+        return USAGE_ERROR
+    return None if info is None else 128 + info.si_signo
+
+
+def _line(command: list[str], meeting: Meeting | None, folder: Path) -> list[str]:
+    """The command line of the job."""
+    if meeting is None:
+        return command
+    return [command[0], "-localhost", meeting.address, "-launcher-exec", str(folder / "ssh"), *command[1:]]
+
+
+def look_at(meeting: Meeting, job: RunningJob) -> None:
+    """Do what the nodes' launchers ask for; a job ends with one of them."""
+    for number in meeting.look():
+        job.tell(number)
+    if meeting.missing:
+        job.kill()
 
 
 def code_of_survivors(code: int, reports: Reports, *, was_ended: bool) -> int:
@@ -224,7 +282,7 @@ def code_of_survivors(code: int, reports: Reports, *, was_ended: bool) -> int:
 
 def _run(command: list[str]) -> None:
     with suppress(subprocess.TimeoutExpired):
-        subprocess.run(command, preexec_fn=_unblock, timeout=_CLEAN_S, check=False)
+        subprocess.run(command, preexec_fn=unblock, timeout=_CLEAN_S, check=False)
 
 
 class Ends(Enum):
@@ -257,16 +315,16 @@ class RunningJob:
                 os.waitpid(ended.si_pid, 0)
         return self._process.returncode is None
 
-    def tell(self, info: signal.struct_siginfo) -> None:
+    def tell(self, number: int, *, is_terminals: bool = False) -> None:
         """Pass a signal on. A terminal's Ctrl-C, which the kernel sends, has reached mpirun or srun by itself."""
-        number = signal.Signals(info.si_signo)
+        number = signal.Signals(number)
         if number is signal.SIGHUP:
             if signal.SIGTERM in self.told:  # the kernel sends one when a terminal closes, and the shell another one
                 return
             number = signal.SIGTERM
         is_first = number not in self.told
         self.told.append(number)
-        reached_it = number is signal.SIGINT and info.si_code == _SI_KERNEL and self._ends is not Ends.DIRECT
+        reached_it = number is signal.SIGINT and is_terminals and self._ends is not Ends.DIRECT
         if number in _ENDS and self._ends is not Ends.FORWARDED and not reached_it:
             if is_first and self._ends is Ends.DIRECT and self._tell_ranks(number):
                 return
@@ -325,13 +383,13 @@ class RunningJob:
 
 
 def _before_exec(blocked: set[signal.Signals]) -> None:
-    _unblock()
+    unblock()
     signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # should this process be killed
 
 
-def _unblock() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
+def unblock() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
 
 
 class Reports:
@@ -424,6 +482,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--survive", action="store_true", help="a lost rank does not end the job")
     parser.add_argument("--folder", help="where the progress is told")
     parser.add_argument("--ends", type=Ends, required=True, help="the way of SIGTERM and SIGINT to the ranks")
+    parser.add_argument("--nodes", type=int, help="how many nodes have a launcher, which come to this one")
+    parser.add_argument("--port", type=int, help="for the launchers of the other nodes")
+    parser.add_argument("--about", help="what has to be the same on all nodes")
+    parser.add_argument("--join-timeout", type=float, help="seconds for them to come")
+    parser.add_argument("--remote-shell", type=shlex.split, help="the interpreter of remote_shell.py")
     parser.add_argument("--clean", required=True, metavar="COMMAND", help="what removes the files of killed jobs")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     return parser

@@ -19,6 +19,7 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, SupportsIndex
 
@@ -27,6 +28,8 @@ from ..ending.report import EXIT_CODE, flush_output, is_read, log, tell_launcher
 from ..members import RankLost, end_this_process
 from .guarding import RankGuard
 from .timing import Timing
+
+_PACKAGES = ("<frozen", os.path.dirname(os.__file__), str(Path(__file__).parents[2]))  # shardrt's own, and Python's
 
 _PR_SET_PDEATHSIG = 1
 _exit = os._exit
@@ -282,5 +285,5 @@ class ExitHandlers:
 
 
 def _programs_line(frames: list[str]) -> list[str]:
-    """Of frames in words, outermost first, that of the program: whoever interrupts a job has asked for no error's traceback."""
-    return [frame for frame in frames if 'File "<frozen' not in frame][:1]
+    """Of frames in words, outermost first, the program's last: whoever interrupts a job has asked for no error's traceback."""
+    return [frame for frame in frames if not any(f'"{place}' in frame for place in _PACKAGES) and "-packages" not in frame][-1:]

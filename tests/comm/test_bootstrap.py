@@ -34,6 +34,7 @@ class Model(nn.Module):
     def forward(self, x):
         for block in self.blocks: x = torch.relu(block(x))
         return x
+torch.manual_seed(0)
 model = Model()
 
 import shardrt
@@ -43,7 +44,7 @@ shardrt.fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters())
 
 for step in range(3):
-    model(torch.randn(4, 8)).sum().backward()
+    model(torch.randn(4, 8) + world.rank).sum().backward()
     shardrt.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from ranks import rank_environment, run_script, site
+from shardrt import launch
+from shardrt.launch import Mpi
 
 JOB = """
 import os, torch, shardrt
@@ -117,3 +119,26 @@ def test_two_nodes(namespaces: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "has no connection to the nodes" not in done.stderr
     check_places(done.stdout)
+
+
+@pytest.mark.all
+def test_a_launcher_on_each_of_two_nodes(namespaces: str, tmp_path: Path) -> None:
+    """The same job, without ssh, where no node knows the other's name."""
+    if site().mpi is not Mpi.MPICH:
+        pytest.skip("only MPICH's mpirun takes another program for ssh")
+    job = tmp_path / "job.py"
+    job.write_text(JOB)
+    launchers = []
+    for node in range(2):
+        name = f"{namespaces}{node + 1}"
+        ip("-n", name, "route", "add", "default", "dev", "cable")
+        where = f"--nnodes 2 --node-rank {node} --rendezvous 10.77.0.1:29500 -n 4"
+        launcher = f"exec {sys.executable} {launch.__file__} {where} {job}"
+        alone = f"hostname {name}; mount -t tmpfs none /dev/shm; {launcher}"
+        line = ["ip", "netns", "exec", name, "unshare", "--uts", "--mount", "sh", "-c", alone]
+        pipe = subprocess.PIPE
+        launchers.append(subprocess.Popen(line, env=rank_environment(), text=True, stdout=pipe, stderr=pipe))
+    (out, err), (_, other) = (each.communicate(timeout=150) for each in launchers)
+    assert [each.returncode for each in launchers] == [0, 0], err + other
+    assert "has no connection to the nodes" not in err
+    check_places(out)

@@ -64,6 +64,7 @@ class Buffered(OddMLP):
 def test_what_has_values_on_some_ranks_only(world: World) -> None:
     """Named with the ranks by rank 0, which has nothing to tell; refused on every rank alike while it is on meta."""
     last, x = world.size - 1, batch(world.rank).float()
+    torch.manual_seed(0)
     model = shard_blocks(on_meta(Buffered) if world.rank == last else Buffered())
     with pytest.raises(RuntimeError, match=rf"' runs while .* on the meta device .*\(on rank {last}\)"):
         model(x)

@@ -171,10 +171,11 @@ TRAIN = """
 import importlib.util
 import torch, shardrt
 world = shardrt.init("cpu")
+torch.manual_seed(0)
 model = shardrt.fully_shard(torch.nn.Linear(8, 8))
 optimizer = torch.optim.AdamW(model.parameters())
 for _ in range(2):
-    model(torch.randn(4, 8)).sum().backward()
+    model(torch.randn(4, 8) + world.rank).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 if world.rank == 0:

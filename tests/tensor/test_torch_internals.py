@@ -58,6 +58,7 @@ del torch._C._current_graph_task_id, torch.autograd.profiler._is_profiler_enable
 import shardrt
 world = shardrt.init("cpu")
 assert not shardrt.torch_internals.profiler_state._is_profiler_enabled
+torch.manual_seed(0)
 model = shardrt.fully_shard(torch.nn.Linear(2, 2))
 try:
     model(torch.ones(1, 2))

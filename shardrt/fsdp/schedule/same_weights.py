@@ -46,16 +46,17 @@ def _compare_among(among: DeviceMesh | Communicator, params: Sequence[ShardedPar
     differ = [
         (param.name, found)
         for param, found in zip(params, zip(*everyone, strict=True), strict=True)
-        if len({each.digest for each in found}) > 1
+        if len({each.digest for each in found if each.digest is not None}) > 1
     ]
     givers = {rank for _, found in differ for rank, each in enumerate(found) if each.kept}
     if len(givers) > 1:
         name, found = differ[0]
         ranks = among.ranks if isinstance(among, Communicator) else among.mesh.flatten().tolist()
-        other = next(rank for rank, each in zip(ranks, found, strict=True) if each.digest != found[0].digest)
+        (first, digest), *others = [(r, each.digest) for r, each in zip(ranks, found, strict=True) if each.digest is not None]
+        other = next(rank for rank, another in others if another != digest)
         more = f", and {len(differ) - 1} more," if len(differ) > 1 else ""
         raise ValueError(
-            f"first forward of '{root}': '{name}'{more} had other values on rank {other} than on rank {ranks[0]} when "
+            f"first forward of '{root}': '{name}'{more} had other values on rank {other} than on rank {first} when "
             "fully_shard took each rank's part of its own, so that the model is a mixture: build the same model on every rank, "
             "with torch.manual_seed(...) of the same seed before it, or load weights into the sharded model: a checkpoint, or "
             "rank 0's by set_model_state_dict (docs/from_ddp.md; SHARDRT_CHECK_WEIGHTS=0 permits mixtures)"

@@ -1,0 +1,174 @@
+"""The launcher of a node but the first: visitor.py --node N --rendezvous HOST:PORT --about JSON --join-timeout SECONDS
+
+It comes to the launcher of node 0, starts what that asks for, mpirun's proxies, and ends with the job, with its exit code.
+See nodes.py. A signal goes to the launcher of node 0, which passes it on to all ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+if not __package__:  # run by path, as supervisor.py
+    __package__ = "shardrt_alone"
+    for _package, _folder in ((__package__, Path(__file__).parent), (f"{__package__}.comm", Path(__file__).with_name("comm"))):
+        sys.modules[_package] = ModuleType(_package)
+        sys.modules[_package].__path__ = [str(_folder)]
+
+from .comm.ending.report import REPORTS
+from .nodes import KEY, Link, Message, Refused, address_of, proof
+from .supervisor import PASSED_ON, USAGE_ERROR, WATCHED, cleaner, end_orphans, prepare, report, unblock
+
+_LOOK_S = 0.1
+_CONNECT_S = 5.0
+_GREETING_S = 15.0
+_SAY_EACH_S = 60.0
+_GONE = 1  # the exit code when node 0 has gone
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_libc = ctypes.CDLL(None)
+
+
+def main(arguments: list[str]) -> int:
+    """Serve the job until it ends; returns its exit code."""
+    options = _parser().parse_args(arguments)
+    prepare()
+    try:
+        found = join(options.rendezvous, options.node, json.loads(options.about), options.join_timeout)
+    except Refused as error:
+        report(f"node {options.node}: {error}")
+        return USAGE_ERROR
+    if found is None:
+        return USAGE_ERROR
+    link, reports = found
+    os.environ[REPORTS] = f"{reports}/"  # by which `cleaner` knows this job's processes
+    with cleaner([Path(reports)]):
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        code = serve(link, options.node)
+        end_orphans()
+    return code
+
+
+def join(rendezvous: str, node: int, about: Message, limit_s: float) -> tuple[Link, str] | None:
+    """Come to the launcher of node 0, which may start later. Returns the folder of reports as well; None if a signal came.
+
+    Raises: Refused.
+    """
+    start = said = time.monotonic()
+    while True:
+        try:
+            link = Link(socket.create_connection(address_of(rendezvous), _CONNECT_S))
+            reports = _greeted(link, node, about, rendezvous)
+            if reports is not None:
+                return link, reports
+            why = "it closes the connection"
+        except OSError as error:
+            why = str(error)
+        if (now := time.monotonic()) > start + limit_s:
+            raise Refused(f"node 0 did not come to {rendezvous} within {limit_s:g} s (--join-timeout): {why}")
+        if now > said + _SAY_EACH_S:
+            said = now
+            report(f"node {node}: node 0 did not come to {rendezvous} yet, after {now - start:.0f} s: {why}")
+        if signal.sigtimedwait(PASSED_ON, 0.5) is not None:
+            return None
+
+
+def _greeted(link: Link, node: int, about: Message, rendezvous: str) -> str | None:
+    """The folder of reports; None if the other side has gone."""
+    number, until = secrets.token_hex(16), time.monotonic() + _GREETING_S
+    while not link.is_closed and time.monotonic() < until:
+        try:
+            messages = link.received()
+        except ValueError:
+            messages = [{}]
+        for message in messages:
+            if "refused" in message:
+                raise Refused(f"refused by {rendezvous}: {message['refused']}")
+            if "welcome" in message:
+                if message.get("proof") != proof(number, 0, message["welcome"]):
+                    raise Refused(f"{rendezvous} does not know the key of this node: set {KEY} to the same on all nodes")
+                return str(message["welcome"]["reports"])
+            if "number" not in message:
+                raise Refused(f"{rendezvous} is no launcher of shardrt")
+            link.send(node=node, number=number, about=about, proof=proof(str(message["number"]), node, about))
+        time.sleep(0.02)
+    link.close()
+    return None
+
+
+def serve(link: Link, node: int) -> int:
+    """Start what node 0 asks for, until it ends the job; returns the job's exit code."""
+    started = Started(link)
+    while not link.is_closed:
+        info = signal.sigtimedwait(WATCHED, _LOOK_S)
+        if info is not None and info.si_signo in PASSED_ON:
+            link.send(signal=info.si_signo)
+        for message in link.received():
+            if "end" in message:
+                return int(message["end"])
+            if "refused" in message:
+                report(f"node {node}: {message['refused']}")
+                return USAGE_ERROR
+            if "run" in message:
+                started.run(message["run"], message["command"])
+            else:
+                started.end()
+        started.tell_ends()
+    report(f"node {node}: node 0 has gone: its launcher was killed, or its machine or network failed; the job ends")
+    started.end()
+    return _GONE
+
+
+class Started:
+    """The processes that were started on this node. link: to the launcher of node 0."""
+
+    def __init__(self, link: Link) -> None:
+        self._link, self._processes = link, dict[int, subprocess.Popen[bytes]]()
+
+    def run(self, number: int, command: str) -> None:
+        """Let a shell run a command. A terminal's Ctrl-C is no signal for it."""
+        line = ["/bin/sh", "-c", f"exec {command}"]
+        self._processes[number] = subprocess.Popen(
+            line, stdin=subprocess.DEVNULL, preexec_fn=_before_exec, start_new_session=True
+        )
+
+    def tell_ends(self) -> None:
+        """Tell node 0 of those that have ended."""
+        for number, process in list(self._processes.items()):
+            if (code := process.poll()) is not None:
+                self._link.send(ended=number, code=code if code >= 0 else 128 - code)
+                del self._processes[number]
+
+    def end(self) -> None:
+        """End what is left of the job on this node, orphans included."""
+        for process in self._processes.values():
+            process.terminate()
+        self._processes.clear()
+        end_orphans()
+
+
+def _before_exec() -> None:
+    unblock()
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # should this process be killed
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Started by shardrt.launch.")
+    parser.add_argument("--node", type=int, required=True)
+    parser.add_argument("--rendezvous", required=True)
+    parser.add_argument("--about", required=True)
+    parser.add_argument("--join-timeout", type=float, required=True)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

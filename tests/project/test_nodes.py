@@ -1,0 +1,262 @@
+"""A launcher on each node, without ssh: how they meet, and how a job of theirs ends. Here, all nodes are on one machine."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from ranks import rank_environment, site, wait_for
+from shardrt import launch
+from shardrt.launch import LaunchError, Mpi
+
+LAUNCH = [sys.executable, str(Path(launch.__file__))]
+DEADLINE_S = 90.0
+PLACES = """
+from mpi4py import MPI
+import os
+comm = MPI.COMM_WORLD
+node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+text = f"rank {comm.rank} of {comm.size}, {node.rank} of its node, sum {comm.allreduce(comm.rank)}"
+os.write(1, (text + chr(10)).encode())
+assert "WORLD_SIZE" not in os.environ and "RANK" not in os.environ
+"""
+WAITS = """
+import os, pathlib, sys, time
+from mpi4py import MPI
+MPI.COMM_WORLD.barrier()
+pathlib.Path(sys.argv[1], f"{MPI.COMM_WORLD.rank}-{os.getpid()}").touch()
+time.sleep(600)
+"""
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.skipif(site().mpi is not Mpi.MPICH, reason="only MPICH's mpirun takes another program for ssh"),
+]
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], Path]:
+    def write(source: str) -> Path:
+        path = tmp_path / "program.py"
+        path.write_text(dedent(source))
+        return path
+
+    return write
+
+
+@contextmanager
+def launcher(flags: list[str], *program: object, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """A launcher, which is killed at the end if it still runs."""
+    line = [*LAUNCH, *flags, *map(str, program)]
+    environment = rank_environment() | variables
+    with subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
+        try:
+            yield started
+        finally:
+            started.kill()
+
+
+def node(number: int, nodes: int, port: int, ranks: int = 4) -> list[str]:
+    rendezvous = ["--nnodes", str(nodes), "--node-rank", str(number), "--rendezvous", f"127.0.0.1:{port}"]
+    return [*rendezvous, "-n", str(ranks)]
+
+
+def ended(*launchers: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
+    """The exit codes, and what was written."""
+    return [(it.returncode, out, err) for it in launchers for out, err in [it.communicate(timeout=DEADLINE_S)]]
+
+
+def test_three_nodes(script: Callable[[str], Path], port: int) -> None:
+    program = script(PLACES)
+    with (
+        launcher(node(2, 3, port, 5), program) as third,  # before there is a node 0
+        launcher(node(0, 3, port, 5), program) as first,
+        launcher(node(1, 3, port, 5), program) as second,
+    ):
+        (code, out, err), *others = ended(first, second, third)
+    assert code == 0, err
+    places = [f"rank {rank} of 5, {rank % 2} of its node, sum 10" for rank in range(5)]
+    assert sorted(out.splitlines()) == places
+    assert others == [(0, "", "")] * 2
+
+
+@pytest.mark.parametrize(("size", "rank"), [("WORLD_SIZE", "RANK"), ("NNODES", "NODE_RANK"), ("PET_NNODES", "PET_NODE_RANK")])
+def test_variables_in_the_place_of_options(size: str, rank: str, script: Callable[[str], Path], port: int) -> None:
+    program = script(PLACES)
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), size: "2"}
+    with (
+        launcher(["-n", "2"], program, **where, **{rank: "0"}) as first,
+        launcher(["-n", "2"], program, **where, **{rank: "1"}) as second,
+    ):
+        (code, out, err), other = ended(first, second)
+    assert code == 0, err
+    assert len(out.splitlines()) == 2
+    assert other == (0, "", "")
+
+
+def test_the_exit_code_comes_to_all_nodes(script: Callable[[str], Path], port: int) -> None:
+    program = script("import sys; from mpi4py import MPI; sys.exit(7 if MPI.COMM_WORLD.rank == 3 else 0)")
+    with launcher(node(0, 2, port), program) as first, launcher(node(1, 2, port), program) as second:
+        assert [code for code, _, _ in ended(first, second)] == [7, 7]
+
+
+@contextmanager
+def waiting(script: Callable[[str], Path], port: int, folder: Path) -> Iterator[tuple[list[subprocess.Popen[str]], list[int]]]:
+    """Two launchers, and the processes of their four ranks, which wait."""
+    program = script(WAITS)
+    folder.mkdir()
+    with launcher(node(0, 2, port), program, folder) as first, launcher(node(1, 2, port), program, folder) as second:
+        wait_for(lambda: len(list(folder.iterdir())) == 4)
+        yield [first, second], [int(path.name.partition("-")[2]) for path in folder.iterdir()]
+
+
+def have_ended(pids: list[int]) -> bool:
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_a_signal_to_one_launcher_ends_all(told: int, script: Callable[[str], Path], port: int, tmp_path: Path) -> None:
+    with waiting(script, port, tmp_path / "ranks") as (launchers, ranks):
+        launchers[told].send_signal(signal.SIGTERM)
+        assert [code for code, _, _ in ended(*launchers)] == [143, 143]
+        wait_for(lambda: have_ended(ranks))
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_launcher_that_is_killed_ends_the_job(killed: int, script: Callable[[str], Path], port: int, tmp_path: Path) -> None:
+    with waiting(script, port, tmp_path / "ranks") as (launchers, ranks):
+        launchers[killed].kill()
+        ((code, _, err),) = ended(launchers[1 - killed])
+        assert code != 0
+        assert f"node {killed} has gone: its launcher was killed" in err
+        wait_for(lambda: have_ended(ranks))
+
+
+def test_a_failed_job_is_started_again_on_the_same_nodes(script: Callable[[str], Path], port: int, tmp_path: Path) -> None:
+    program = script(f"""
+        import os, pathlib, sys
+        from mpi4py import MPI
+        comm, state = MPI.COMM_WORLD, pathlib.Path({str(tmp_path)!r}, "state")
+        fails = not state.exists()
+        comm.barrier()
+        if comm.rank == 0:
+            state.touch()
+            pathlib.Path(os.environ["SHARDRT_PROGRESS"]).write_text("3")
+        comm.barrier()
+        sys.exit(5 if fails and comm.rank == 3 else 0)
+    """)
+    again = ["--restarts", "2"]
+    with launcher(node(0, 2, port) + again, program) as first, launcher(node(1, 2, port) + again, program) as second:
+        (code, _, err), (other, _, _) = ended(first, second)
+    assert (code, other) == (0, 0), err
+    assert "start 2 of 3" in err
+
+
+def test_a_node_that_never_comes(script: Callable[[str], Path], port: int) -> None:
+    program, limit = script(PLACES), ["--join-timeout", "2"]
+    with launcher(node(0, 3, port) + limit, program) as first, launcher(node(1, 3, port) + limit, program) as second:
+        results = ended(first, second)
+    for code, _, err in results:
+        assert code == 2
+        assert "node 2 of 3 did not come within 2 s (--join-timeout)" in err
+    with launcher(node(1, 2, port) + limit, program) as alone:
+        ((code, _, err),) = ended(alone)
+    assert code == 2
+    assert f"node 1: node 0 did not come to 127.0.0.1:{port} within 2 s (--join-timeout): " in err
+
+
+def test_strangers_and_other_jobs_are_dropped(script: Callable[[str], Path], port: int) -> None:
+    """The job starts all the same, when its own node comes."""
+    program = script(PLACES)
+    with launcher(node(0, 2, port), program, SHARDRT_RENDEZVOUS_KEY="ours") as first:
+        wait_for(lambda: _says_something(port, b"GET / HTTP/1.1\r\n\r\n"))
+        with launcher(node(1, 2, port), program, SHARDRT_RENDEZVOUS_KEY="theirs") as other_key:
+            ((code, _, err),) = ended(other_key)
+        assert code == 2
+        assert "set SHARDRT_RENDEZVOUS_KEY to the same on all nodes" in err
+        with launcher(node(1, 2, port), program, "--other", SHARDRT_RENDEZVOUS_KEY="ours") as other_job:
+            ((code, _, err),) = ended(other_job)
+        assert code == 2
+        assert "the launcher there starts another job: -n 4 " in err
+        with launcher(node(0, 2, port), program) as other_first:
+            ((code, _, err),) = ended(other_first)
+        assert code == 2
+        assert f"cannot listen on port {port} for the other nodes" in err
+        with launcher(node(1, 2, port), program, SHARDRT_RENDEZVOUS_KEY="ours") as second:
+            (code, out, err), (other, _, _) = ended(first, second)
+    assert (code, other) == (0, 0), err
+    assert len(out.splitlines()) == 4
+    assert "dropped a connection from 127.0.0.1" in err
+
+
+def _says_something(port: int, data: bytes) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), 1) as connection:
+            connection.sendall(data)
+            return True
+    except OSError:
+        time.sleep(0.1)
+        return False
+
+
+def test_nodes_with_other_versions_are_named_on_all(script: Callable[[str], Path], port: int, tmp_path: Path) -> None:
+    program, other = script(PLACES), tmp_path / "shardrt"
+    other.symlink_to(Path(launch.__file__).parent)
+    line = [sys.executable, str(other / "launch.py"), *node(1, 2, port), str(program)]
+    with launcher(node(0, 2, port), program) as first:
+        second = subprocess.run(line, env=rank_environment(), capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+        ((code, _, err),) = ended(first)
+    assert (code, second.returncode) == (2, 2)
+    for text in (err, second.stderr):
+        assert f"at {other}" in text, text
+        assert "nodes differ: node 0 has shardrt " in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "message"),
+    [
+        (["--nnodes", "2"], {}, "pass all of --nnodes N, --node-rank K and --rendezvous HOST:PORT"),
+        (["--nnodes", "2", "--node-rank", "2", "--rendezvous", "a:1"], {}, "expected a number from 0 to 1, found 2"),
+        (["--nnodes", "2", "--node-rank", "0", "--rendezvous", "a"], {}, "expected HOST:PORT of node 0, found 'a'"),
+        (["--nnodes", "2", "--node-rank", "0", "--rendezvous", "a:70000"], {}, "expected HOST:PORT of node 0"),
+        (["--nnodes", "2", "--hosts", "a,b"], {}, "leave out --hosts"),
+        (
+            [],
+            {"MASTER_ADDR": "a", "MASTER_PORT": "1", "WORLD_SIZE": "4", "RANK": "0", "LOCAL_WORLD_SIZE": "2"},
+            "LOCAL_WORLD_SIZE=2: start shardrt.launch once on each node",
+        ),
+    ],
+)
+def test_bad_options(arguments: list[str], variables: dict[str, str], message: str) -> None:
+    options = launch._parser().parse_args([*arguments, "-n", "4", "program"])
+    with pytest.raises(LaunchError, match=message):
+        launch._rendezvous(options, variables)
+
+
+def test_no_rendezvous() -> None:
+    """In Slurm, for one node, and with hosts, the variables of other launchers mean nothing."""
+    found = {"MASTER_ADDR": "a", "MASTER_PORT": "1", "WORLD_SIZE": "2", "RANK": "0"}
+    parse = launch._parser().parse_args
+    assert launch._rendezvous(parse(["program"]), found) is not None
+    assert launch._rendezvous(parse(["--nnodes", "1", "program"]), found) is None
+    assert launch._rendezvous(parse(["--hosts", "a,b", "program"]), found) is None
+    assert launch._rendezvous(parse(["program"]), found | {"SLURM_JOB_ID": "1"}) is None
+    assert launch._rendezvous(parse(["program"]), found | {"WORLD_SIZE": "1"}) is None
+    torchrun = launch._rendezvous(parse(["program"]), found | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert torchrun is not None
+    assert torchrun.address == "a:2", "torchrun itself listens on MASTER_PORT"
