@@ -132,7 +132,7 @@ def supervisor_line(restarts: int | None, job: JobRequest, site: LaunchSite, ren
         meet = ["--about", _about(job, site), "--join-timeout", f"{rendezvous.join_timeout_s:g}"]
         if rendezvous.node > 0:
             where = ["--node", str(rendezvous.node), "--rendezvous", rendezvous.address]
-            return [*isolated(Path(__file__).with_name("visitor.py")), *where, *meet]
+            return [*isolated(Path(__file__).with_name("visitor.py")), *where, *meet, "--clean", shlex.join(_CLEAN)]
         meet += ["--nodes", str(rendezvous.nodes), "--port", rendezvous.address.rpartition(":")[2]]
         meet += ["--remote-shell", shlex.join(isolated(Path())[:-1])]
     line = [*isolated(Path(__file__).with_name("supervisor.py")), *meet, "--clean", shlex.join(_clean_nodes(site))]

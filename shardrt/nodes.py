@@ -68,24 +68,20 @@ class Link:
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._rest = connection, b""
         self.is_closed = False
+        self.there = ""  # the address of the other side, if it is on a network
         connection.setblocking(False)
         if connection.family != socket.AF_UNIX:  # a machine that is gone closes nothing
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
                 connection.setsockopt(socket.IPPROTO_TCP, option, value)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 25_000)
+            with suppress(OSError):  # it has gone
+                self.there = _plain(connection.getpeername()[0])
 
     @property
     def here(self) -> str:
         """The address of this side."""
         return _plain(self._connection.getsockname()[0])
-
-    @property
-    def there(self) -> str:
-        """The address of the other side."""
-        with suppress(OSError):
-            return _plain(self._connection.getpeername()[0])
-        return "an address that is gone"
 
     def send(self, **message: object) -> None:
         """Send a message; if the other side has gone, nothing."""

@@ -96,7 +96,7 @@ def main(arguments: list[str]) -> int:
         except Refused as error:
             report(str(error))
             return USAGE_ERROR
-        folders.enter_context(cleaner([reports, *([] if progress is None else [progress.parent])]))
+        folders.enter_context(cleaner(reports, [reports, *([] if progress is None else [progress.parent])]))
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         if progress is None:
             code = run(options, reports, meeting)[0]
@@ -133,9 +133,10 @@ def _fresh_folder(folders: ExitStack, where: str) -> Path:
 
 
 @contextmanager
-def cleaner(folders: list[Path]) -> Iterator[None]:
+def cleaner(reports: Path, folders: list[Path]) -> Iterator[None]:
     """Beside the block runs a process that, if this one is killed in it, ends the job on this machine and deletes the folders.
 
+    reports: the job's folder for reports, by which its processes are known.
     It is no child of this process, which waits for all of its own. Most of a job ends with its launcher, which gets a SIGTERM;
     not so ranks that hold Python's lock in C code.
     """
@@ -148,7 +149,7 @@ def cleaner(folders: list[Path]) -> Iterator[None]:
             for fd in range(3):  # nobody waits for this process to close them
                 os.dup2(os.open(os.devnull, os.O_RDWR), fd)
             if not os.read(reader, 1):
-                clean_up(folders)
+                clean_up(reports, folders)
         os._exit(0)
     os.waitpid(child, 0)
     os.close(reader)
@@ -159,9 +160,9 @@ def cleaner(folders: list[Path]) -> Iterator[None]:
             os.write(writer, b".")
 
 
-def clean_up(folders: list[Path]) -> None:
+def clean_up(reports: Path, folders: list[Path]) -> None:
     """End the processes of the job, and delete the folders."""
-    _end(lambda: list(processes_with(REPORTS, f"{folders[0]}/")))
+    _end(lambda: list(processes_with(REPORTS, f"{reports}/")))
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -210,7 +211,7 @@ def reason_to_give_up(done: int, restarts: int, *, has_advanced: bool) -> str | 
 
 def run(options: argparse.Namespace, folder: Path, meeting: Meeting | None) -> tuple[int, bool]:
     """Run the job once, until nothing of it is left on this machine; returns its exit code, and whether a signal came."""
-    clean = partial(_run, shlex.split(options.clean))
+    clean = partial(run_clean, shlex.split(options.clean))
     clean()
     reports = Reports(folder)
     if meeting is not None and (code := gather(meeting, options.join_timeout)) is not None:
@@ -220,7 +221,7 @@ def run(options: argparse.Namespace, folder: Path, meeting: Meeting | None) -> t
         if meeting is not None:
             look_at(meeting, job)
         info = signal.sigtimedwait(WATCHED, _LOOK_S if meeting is None else _LOOK_AT_NODES_S)
-        if info is not None and info.si_signo in PASSED_ON:
+        if info is not None and info.si_signo in PASSED_ON and (meeting is None or info.si_signo not in job.told):
             job.tell(info.si_signo, is_terminals=info.si_code == _SI_KERNEL)
         reports.print_new()
         if reports.has_finished:
@@ -261,8 +262,12 @@ def _line(command: list[str], meeting: Meeting | None, folder: Path) -> list[str
 
 def look_at(meeting: Meeting, job: RunningJob) -> None:
     """Do what the nodes' launchers ask for; a job ends with one of them."""
-    for number in meeting.look():
-        job.tell(number)
+    try:
+        for number in meeting.look():
+            if number not in job.told:  # the launchers of all nodes may get it
+                job.tell(number)
+    except Refused as error:
+        report(str(error))
     if meeting.missing:
         job.kill()
 
@@ -280,7 +285,7 @@ def code_of_survivors(code: int, reports: Reports, *, was_ended: bool) -> int:
     return code or reports.lost or EXIT_CODE
 
 
-def _run(command: list[str]) -> None:
+def run_clean(command: list[str]) -> None:
     with suppress(subprocess.TimeoutExpired):
         subprocess.run(command, preexec_fn=unblock, timeout=_CLEAN_S, check=False)
 

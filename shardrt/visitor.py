@@ -1,4 +1,4 @@
-"""The launcher of a node but the first: visitor.py --node N --rendezvous HOST:PORT --about JSON --join-timeout SECONDS
+"""The launcher of a node but the first: visitor.py [options]
 
 It comes to the launcher of node 0, starts what that asks for, mpirun's proxies, and ends with the job, with its exit code.
 See nodes.py. A signal goes to the launcher of node 0, which passes it on to all ranks.
@@ -11,11 +11,14 @@ import ctypes
 import json
 import os
 import secrets
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -27,7 +30,7 @@ if not __package__:  # run by path, as supervisor.py
 
 from .comm.ending.report import REPORTS
 from .nodes import KEY, Link, Message, Refused, address_of, proof
-from .supervisor import PASSED_ON, USAGE_ERROR, WATCHED, cleaner, end_orphans, prepare, report, unblock
+from .supervisor import PASSED_ON, USAGE_ERROR, WATCHED, cleaner, end_orphans, prepare, report, run_clean, unblock
 
 _LOOK_S = 0.1
 _CONNECT_S = 5.0
@@ -51,9 +54,11 @@ def main(arguments: list[str]) -> int:
         return USAGE_ERROR
     link, reports = found
     os.environ[REPORTS] = f"{reports}/"  # by which `cleaner` knows this job's processes
-    with cleaner([Path(reports)]):
+    with cleaner(Path(reports), []):
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        code = serve(link, options.node)
+        clean = partial(run_clean, shlex.split(options.clean))
+        clean()
+        code = serve(link, options.node, clean)
         end_orphans()
     return code
 
@@ -105,8 +110,11 @@ def _greeted(link: Link, node: int, about: Message, rendezvous: str) -> str | No
     return None
 
 
-def serve(link: Link, node: int) -> int:
-    """Start what node 0 asks for, until it ends the job; returns the job's exit code."""
+def serve(link: Link, node: int, clean: Callable[[], None]) -> int:
+    """Start what node 0 asks for, until it ends the job; returns the job's exit code.
+
+    clean: removes what killed jobs left on this node.
+    """
     started = Started(link)
     while not link.is_closed:
         info = signal.sigtimedwait(WATCHED, _LOOK_S)
@@ -122,9 +130,11 @@ def serve(link: Link, node: int) -> int:
                 started.run(message["run"], message["command"])
             else:
                 started.end()
+                clean()
         started.tell_ends()
     report(f"node {node}: node 0 has gone: its launcher was killed, or its machine or network failed; the job ends")
     started.end()
+    clean()
     return _GONE
 
 
@@ -167,6 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rendezvous", required=True)
     parser.add_argument("--about", required=True)
     parser.add_argument("--join-timeout", type=float, required=True)
+    parser.add_argument("--clean", required=True, metavar="COMMAND", help="what removes the files of killed jobs")
     return parser
 
 

@@ -167,6 +167,31 @@ def test_a_failed_job_is_started_again_on_the_same_nodes(script: Callable[[str],
     assert "start 2 of 3" in err
 
 
+def test_a_node_that_comes_back(script: Callable[[str], Path], port: int, tmp_path: Path) -> None:
+    """Its launcher was killed, and is started again: the job goes on."""
+    program = script(f"""
+        import os, pathlib, time
+        from mpi4py import MPI
+        state = pathlib.Path({str(tmp_path)!r}, "state")
+        is_first = not state.exists()
+        MPI.COMM_WORLD.barrier()
+        if is_first:
+            if MPI.COMM_WORLD.rank == 0:
+                pathlib.Path(os.environ["SHARDRT_PROGRESS"]).write_text("3")
+                state.touch()
+            time.sleep(600)
+    """)
+    again = ["--restarts", "1"]
+    with launcher(node(0, 2, port) + again, program) as first:
+        with launcher(node(1, 2, port) + again, program):
+            wait_for((tmp_path / "state").exists)
+        with launcher(node(1, 2, port) + again, program) as second:
+            (code, _, err), other = ended(first, second)
+    assert (code, other) == (0, (0, "", "")), err
+    assert "node 1 has gone: its launcher was killed" in err
+    assert "start 2 of 2" in err
+
+
 def test_a_node_that_never_comes(script: Callable[[str], Path], port: int) -> None:
     program, limit = script(PLACES), ["--join-timeout", "2"]
     with launcher(node(0, 3, port) + limit, program) as first, launcher(node(1, 3, port) + limit, program) as second:
