@@ -37,10 +37,13 @@ pathlib.Path(sys.argv[1], f"{MPI.COMM_WORLD.rank}-{os.getpid()}").touch()
 time.sleep(600)
 """
 
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.skipif(site().mpi is not Mpi.MPICH, reason="only MPICH's mpirun takes another program for ssh"),
-]
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture(autouse=True)
+def mpich() -> None:
+    if site().mpi is not Mpi.MPICH:
+        pytest.skip("only MPICH's mpirun takes another program for ssh")
 
 
 @pytest.fixture

@@ -139,7 +139,7 @@ def start(size: int, arguments: list[str], fresh: bool = False, **options: Any) 
     if size:
         subprocess.run(launch.isolated(Path(stale_files.__file__)), check=True)
         command = launch.plan(launch.JobRequest([sys.executable, *arguments], size), site())
-        environment, line = {**site().environment, **command.variables}, command.line
+        environment, line = environment | command.variables, command.line
     else:
         environment = {k: v for k, v in environment.items() if not k.startswith(("PMI_", "OMPI_", "SLURM_"))}
         line = [sys.executable, *arguments]
