@@ -479,7 +479,7 @@ def _rendezvous(options: argparse.Namespace, environment: Mapping[str, str]) -> 
 def _about(job: JobRequest, site: LaunchSite) -> str:
     """What has to be the same on all nodes, in JSON: see nodes.py."""
     python = f"Python {'.'.join(map(str, sys.version_info[:3]))} at {sys.executable}"
-    versions = [f"shardrt {_version()} at {Path(__file__).parent},", f"{python},", f"{site.mpi.value} at {site.executable}"]
+    versions = f"shardrt {_version()} at {Path(__file__).parent}, {python}, {site.mpi.value} at {site.executable}"
     program = shlex.join(job.program[job.program.index("--start") + 2 :])
     return json.dumps({"job": f"-n {job.ranks} {program} on {job.nodes} nodes", "versions": versions})
 

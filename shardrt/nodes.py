@@ -3,14 +3,13 @@
     node 0   shardrt.launch -> supervisor.py -> mpirun -> remote_shell.py   asks the supervisor to start a process on a node
     others   shardrt.launch -> visitor.py -> a proxy of mpirun -> ranks     comes to the supervisor, starts what it is asked to
 
-The launchers of the other nodes connect to node 0, which listens on a port. Both sides prove, by an HMAC (RFC 2104) of a number
-that the other one has drawn, that they know the same key; strangers are dropped. Then a message is a line of JSON.
+The launchers of the other nodes connect to node 0, which listens on a port. Both sides prove that they know the same key, and
+every message carries a code of it (`comm/link.py`); strangers are dropped. A message is a JSON object.
 
 to the supervisor                                  from it
-node, number, proof, about: who comes, to what     number: for the proof
-ended, code: a process has ended                   welcome: the folder of reports, and its proof
-signal: one that the launcher of a node got        refused: why
-                                                   run, command: a process, and what the shell is to run
+job, versions: of the node that comes              welcome: the folder of reports
+ended, code: a process has ended                   refused: why
+signal: one that the launcher of a node got        run, command: a process, and what the shell is to run
                                                    over: mpirun has ended: end what is left of the job
                                                    end: the job's exit code
 """
@@ -18,22 +17,22 @@ signal: one that the launcher of a node got        refused: why
 from __future__ import annotations
 
 import hashlib
-import hmac
 import json
 import os
-import secrets
 import socket
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
+
+from .comm.link import Connection
 
 KEY = "SHARDRT_RENDEZVOUS_KEY"
 SOCKET = "SHARDRT_NODES"  # where remote_shell.py finds the supervisor
 _GREETING_S = 10.0  # for a node to say who it is
-_SEND_S = 5.0
-_LONGEST_LINE = 1 << 20
+_ASKING_S = 5.0  # for remote_shell.py to say what it asks for
+_LONGEST_MESSAGE = 1 << 20
 _SAY_EACH_S = 60.0
 Message = dict[str, Any]
 Signal = TypeVar("Signal")
@@ -43,74 +42,52 @@ class Refused(Exception):
     """The launchers of this job cannot meet; the message says why."""
 
 
-def name_of(node: int) -> str:
-    """The name of a node, as mpirun has it."""
-    return f"node{node}"
-
-
-def address_of(text: str) -> tuple[str, int]:
-    """Host and port. Raises: ValueError."""
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ValueError(f"expected HOST:PORT, found {text!r}")
-    return host.strip("[]"), int(port)
-
-
-def proof(number: str, node: int, about: Message) -> str:
-    """That this process knows the key, and sends what it sends as `node`, to whom has drawn `number`."""
-    text = json.dumps([number, node, about], sort_keys=True)
-    return hmac.new(os.environ.get(KEY, "").encode(), text.encode(), hashlib.sha256).hexdigest()
-
-
 class Link:
-    """A connection that carries messages."""
+    """A connection that carries messages, and never blocks. node: the number of this node, if it comes to node 0."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection, self._rest = connection, b""
+    def __init__(self, connected: socket.socket, node: int | None = None) -> None:
+        for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
+            connected.setsockopt(socket.IPPROTO_TCP, option, value)  # a machine that is gone closes nothing
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 25_000)
+        self.here, self.there = _plain(connected.getsockname()[0]), "an address that is gone"
+        with suppress(OSError):
+            self.there = _plain(connected.getpeername()[0])
+        token = hashlib.sha256(os.environ.get(KEY, "").encode()).digest()
+        self._connection = Connection(connected, token, _LONGEST_MESSAGE, node)
         self.is_closed = False
-        self.there = ""  # the address of the other side, if it is on a network
-        connection.setblocking(False)
-        if connection.family != socket.AF_UNIX:  # a machine that is gone closes nothing
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
-                connection.setsockopt(socket.IPPROTO_TCP, option, value)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 25_000)
-            with suppress(OSError):  # it has gone
-                self.there = _plain(connection.getpeername()[0])
 
     @property
-    def here(self) -> str:
-        """The address of this side."""
-        return _plain(self._connection.getsockname()[0])
+    def node(self) -> int:
+        """The number of the node that has come."""
+        return self._connection.rank
+
+    def is_open(self) -> bool:
+        """Whether the other side has proved that it knows the key; takes the steps to it that are possible now."""
+        with self._closing():
+            self._connection.greet()
+        return self._connection.is_open and not self.is_closed
 
     def send(self, **message: object) -> None:
         """Send a message; if the other side has gone, nothing."""
-        try:
-            self._connection.settimeout(_SEND_S)
-            self._connection.sendall(json.dumps(message).encode() + b"\n")
-            self._connection.setblocking(False)
-        except OSError:
-            self.close()
+        with self._closing():
+            self._connection.send(json.dumps(message).encode())
 
     def received(self) -> list[Message]:
-        """The messages that have come. Never blocks. Raises: ValueError for what is none."""
-        while not self.is_closed:
-            try:
-                data = self._connection.recv(1 << 16)
-            except BlockingIOError:
-                break
-            except OSError:
-                data = b""
-            if not data:
-                self.close()
-            self._rest += data
-            if len(self._rest) > _LONGEST_LINE:
-                raise ValueError("no message")
-        *lines, self._rest = self._rest.split(b"\n")
-        messages = [json.loads(line) for line in lines]
-        if not all(isinstance(message, dict) for message in messages):
-            raise ValueError("no message")
+        """The messages that have come."""
+        messages = []
+        with self._closing():
+            while (frame := self._connection.receive()) is not None:
+                messages.append(json.loads(frame))
         return messages
+
+    @contextmanager
+    def _closing(self) -> Iterator[None]:
+        """Close the connection if it fails in the block."""
+        try:
+            yield
+        except OSError:
+            self.close()
 
     def close(self) -> None:
         self.is_closed = True
@@ -119,14 +96,6 @@ class Link:
 
 def _plain(address: str) -> str:
     return address.removeprefix("::ffff:")  # an IPv4 address, as a socket for both versions has it
-
-
-class _Guest:
-    """A connection that has not said who it is."""
-
-    def __init__(self, link: Link) -> None:
-        self.link, self.number, self.until = link, secrets.token_hex(16), time.monotonic() + _GREETING_S
-        link.send(number=self.number)
 
 
 class Meeting:
@@ -152,10 +121,10 @@ class Meeting:
         for listening in (self._door, self._shells):
             listening.setblocking(False)
         os.environ[SOCKET] = str(path)
-        self._guests: list[_Guest] = []
+        self._guests: dict[Link, float] = {}  # connections that have not said who they are, and until when they may
         self._links: dict[int, Link] = {}  # by node
-        self._asking: list[Link] = []  # of remote_shell.py, that has said nothing yet
-        self._asked: dict[int, tuple[int, Link]] = {}  # by the number of the process: its node, and who waits for its end
+        # By the number of the process: its node, and the connection of remote_shell.py, which waits for its end.
+        self._asked: dict[int, tuple[int, socket.socket]] = {}
         self._processes = 0
         self._strangers = set[str]()
 
@@ -193,79 +162,74 @@ class Meeting:
 
     def look(self) -> list[int]:
         """Do what has come from nodes and from remote_shell.py. Returns the signals that nodes have got. Never blocks."""
-        self._guests += [_Guest(link) for link in _accepted(self._door)]
-        self._asking += _accepted(self._shells)
-        self._guests = [guest for guest in self._guests if not self._has_come(guest)]
-        self._asking = [link for link in self._asking if not self._start(link)]
+        for connected in _accepted(self._door):
+            self._guests[Link(connected)] = time.monotonic() + _GREETING_S
+        for link, until in list(self._guests.items()):
+            if self._has_come(link, until):
+                del self._guests[link]
+        for shell in _accepted(self._shells):
+            self._start(shell)
         signals = [number for node, link in list(self._links.items()) for number in self._hear(node, link)]
-        for process, (node, shell) in list(self._asked.items()):
+        for process, (node, _) in list(self._asked.items()):
             if node not in self._links:
-                shell.send(code=255)  # as ssh does that has lost its connection
-                del self._asked[process]
+                self._answer(process, code=255)  # as ssh does that has lost its connection
         return signals
 
-    def _has_come(self, guest: _Guest) -> bool:
+    def _has_come(self, link: Link, until: float) -> bool:
         """Whether a guest has said who it is, or is none."""
-        try:
-            for message in guest.link.received():
-                self._greet(guest, message)
-                return True
-        except (ValueError, KeyError, TypeError):
-            guest.link.close()
-        if not guest.link.is_closed and time.monotonic() < guest.until:
+        for message in link.received() if link.is_open() else ():
+            self._greet(link, message)
+            return True
+        if not link.is_closed and time.monotonic() < until:
             return False
-        guest.link.close()
-        self._drop(guest.link.there, "is none of a node of this job")
+        link.close()
+        self._drop(link, f"is none of a node of this job, or has another {KEY}")
         return True
 
-    def _greet(self, guest: _Guest, message: Message) -> None:
-        node, about, link = int(message["node"]), dict(message["about"]), guest.link
-        where = link.there
-        if not hmac.compare_digest(str(message["proof"]), proof(guest.number, node, about)):
-            link.send(refused=f"the key of node 0 is another one: set {KEY} to the same on all nodes")
-            self._drop(where, f"has another {KEY}")
-        elif about["job"] != self._about["job"]:
-            link.send(refused=f"the launcher there starts another job: {self._about['job']}, not {about['job']}")
-            self._drop(where, f"is of another job: {about['job']}")
-        elif about["versions"] != self._about["versions"]:
-            ours, theirs = (" ".join(it["versions"]) for it in (self._about, about))
-            text = f"nodes differ: node 0 has {ours}; node {node} ({where}) has {theirs}: install the same, at the same paths"
-            link.send(refused=text)
-            raise Refused(text)
+    def _greet(self, link: Link, about: Message) -> None:
+        node, job, versions = link.node, about.get("job"), about.get("versions")
+        if job != self._about["job"]:
+            link.send(refused=f"the launcher there starts another job: {self._about['job']}, not {job}")
+            self._drop(link, f"is of another job: {job}")
+        elif versions != self._about["versions"]:
+            differ = f"nodes differ: node 0 has {self._about['versions']}; node {node} ({link.there}) has {versions}"
+            link.send(refused=f"{differ}: install the same, at the same paths")
+            raise Refused(f"{differ}: install the same, at the same paths")
         elif not 0 < node < self._nodes or node in self._links:
             link.send(refused=f"node {node} of {self._nodes} is here already: give each node its own number, from 0")
-            self._drop(where, f"says that it is node {node} of {self._nodes}, which is here already")
+            self._drop(link, f"says that it is node {node} of {self._nodes}, which is here already")
         else:
-            answer = {"reports": str(self._folder)}
-            link.send(welcome=answer, proof=proof(str(message["number"]), 0, answer))
+            link.send(welcome=str(self._folder))
             self._links[node] = link
 
-    def _drop(self, where: str, why: str) -> None:
-        if where not in self._strangers:
-            self._strangers.add(where)
-            self._say(f"dropped a connection from {where} to port {self._port}, which {why}")
+    def _drop(self, link: Link, why: str) -> None:
+        if link.there not in self._strangers:
+            self._strangers.add(link.there)
+            self._say(f"dropped a connection from {link.there} to port {self._port}, which {why}")
 
-    def _start(self, shell: Link) -> bool:
-        """Start what remote_shell.py asks for. Returns whether it has asked."""
-        for message in shell.received():
-            node = int(str(message["host"]).removeprefix(name_of(0)[:-1]))
+    def _start(self, shell: socket.socket) -> None:
+        """Start what remote_shell.py asks for, which it says as soon as it has connected."""
+        shell.settimeout(_ASKING_S)
+        with suppress(OSError, ValueError):  # it was killed
+            asked = json.loads(shell.makefile().readline())
+            node = int(asked["host"].removeprefix("node"))
             self._processes += 1
             self._asked[self._processes] = node, shell
             if node in self._links:
-                self._links[node].send(run=self._processes, command=message["command"])
-            return True
-        return shell.is_closed
+                self._links[node].send(run=self._processes, command=asked["command"])
+
+    def _answer(self, process: int, code: int) -> None:
+        _, shell = self._asked.pop(process)
+        with shell, suppress(OSError):
+            shell.sendall(json.dumps({"code": code}).encode() + b"\n")
 
     def _hear(self, node: int, link: Link) -> list[int]:
         signals = []
-        try:
-            for message in link.received():
-                if "signal" in message:
-                    signals.append(int(message["signal"]))
-                elif message["ended"] in self._asked:
-                    self._asked.pop(message["ended"])[1].send(code=int(message["code"]))
-        except (ValueError, KeyError, TypeError):
-            link.close()
+        for message in link.received():
+            if "signal" in message:
+                signals.append(int(message["signal"]))
+            elif message["ended"] in self._asked:
+                self._answer(message["ended"], int(message["code"]))
         if link.is_closed:
             del self._links[node]
             self._say(f"node {node} has gone: its launcher was killed, or its machine or network failed")
@@ -292,9 +256,9 @@ class Meeting:
         self._shells.close()
 
 
-def _accepted(listening: socket.socket) -> list[Link]:
+def _accepted(listening: socket.socket) -> list[socket.socket]:
     found = []
     with suppress(BlockingIOError):
         while True:
-            found.append(Link(listening.accept()[0]))
+            found.append(listening.accept()[0])
     return found

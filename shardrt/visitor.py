@@ -10,7 +10,6 @@ import argparse
 import ctypes
 import json
 import os
-import secrets
 import shlex
 import signal
 import socket
@@ -29,12 +28,13 @@ if not __package__:  # run by path, as supervisor.py
         sys.modules[_package].__path__ = [str(_folder)]
 
 from .comm.ending.report import REPORTS
-from .nodes import KEY, Link, Message, Refused, address_of, proof
+from .nodes import KEY, Link, Message, Refused
 from .supervisor import PASSED_ON, USAGE_ERROR, WATCHED, cleaner, end_orphans, prepare, report, run_clean, unblock
 
 _LOOK_S = 0.1
 _CONNECT_S = 5.0
 _GREETING_S = 15.0
+_NAP_S = 0.02
 _SAY_EACH_S = 60.0
 _GONE = 1  # the exit code when node 0 has gone
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -69,13 +69,13 @@ def join(rendezvous: str, node: int, about: Message, limit_s: float) -> tuple[Li
     Raises: Refused.
     """
     start = said = time.monotonic()
+    host, _, port = rendezvous.rpartition(":")
     while True:
         try:
-            link = Link(socket.create_connection(address_of(rendezvous), _CONNECT_S))
-            reports = _greeted(link, node, about, rendezvous)
-            if reports is not None:
+            link = Link(socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S), node)
+            if (reports := _greeted(link, about, rendezvous)) is not None:
                 return link, reports
-            why = "it closes the connection"
+            why = f"what is there is no launcher of this job, or has another {KEY}"
         except OSError as error:
             why = str(error)
         if (now := time.monotonic()) > start + limit_s:
@@ -87,26 +87,21 @@ def join(rendezvous: str, node: int, about: Message, limit_s: float) -> tuple[Li
             return None
 
 
-def _greeted(link: Link, node: int, about: Message, rendezvous: str) -> str | None:
-    """The folder of reports; None if the other side has gone."""
-    number, until = secrets.token_hex(16), time.monotonic() + _GREETING_S
-    while not link.is_closed and time.monotonic() < until:
-        try:
-            messages = link.received()
-        except ValueError:
-            messages = [{}]
-        for message in messages:
+def _greeted(link: Link, about: Message, rendezvous: str) -> str | None:
+    """The folder of reports; None if the other side has gone, or does not know the key."""
+    until = time.monotonic() + _GREETING_S
+    while not link.is_open():
+        if link.is_closed or time.monotonic() > until:
+            link.close()
+            return None
+        time.sleep(_NAP_S)
+    link.send(**about)
+    while not link.is_closed:
+        for message in link.received():
             if "refused" in message:
                 raise Refused(f"refused by {rendezvous}: {message['refused']}")
-            if "welcome" in message:
-                if message.get("proof") != proof(number, 0, message["welcome"]):
-                    raise Refused(f"{rendezvous} does not know the key of this node: set {KEY} to the same on all nodes")
-                return str(message["welcome"]["reports"])
-            if "number" not in message:
-                raise Refused(f"{rendezvous} is no launcher of shardrt")
-            link.send(node=node, number=number, about=about, proof=proof(str(message["number"]), node, about))
-        time.sleep(0.02)
-    link.close()
+            return str(message["welcome"])
+        time.sleep(_NAP_S)
     return None
 
 

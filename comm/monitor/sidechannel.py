@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..ending.status_table import StatusTable
-from .link import TOKEN_NBYTES, Connection, LinkError
+from ..link import TOKEN_NBYTES, Connection, LinkError
 from .timing import Timing
 
 if TYPE_CHECKING:

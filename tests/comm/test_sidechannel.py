@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from ranks import run_script
 from shardrt.comm.ending.status_table import StatusTable
+from shardrt.comm.link import TOKEN_NBYTES, Connection, LinkError
 from shardrt.comm.monitor import sidechannel
-from shardrt.comm.monitor.link import TOKEN_NBYTES, Connection, LinkError
 from shardrt.comm.monitor.sidechannel import SideChannel, accept, connect, inflate
 from shardrt.comm.monitor.timing import Timing
 
