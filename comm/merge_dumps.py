@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from .ending.words import name_ranks
 from .fingerprint import printable
+from .options import Parser
 
 _MAX_NBYTES = 1 << 29  # of a file; 2000 calls take about one million, and 5 for each rank of each call's communicator
 # But for the ranks of equal communicators: sixty thousand calls.
@@ -183,19 +184,20 @@ def _beginning(text: str) -> str:
 
 def main(arguments: list[str]) -> int:
     """The command line."""
-    if arguments[:1] != ["merge"] or len(arguments) < 2:
-        print(__doc__, file=sys.stderr)
-        return 2
+    parser = Parser("shardrt.comm.recorder", description="Tell from the dumps of a job's ranks which rank is at which call.")
+    merging = parser.add_subparsers(required=True, metavar="merge").add_parser("merge", help=__doc__.partition("\n")[0])
+    merging.add_argument("paths", nargs="+", metavar="FOLDER-OR-FILE", help="a folder of dumps, or one dump of a rank (JSON)")
+    given = parser.parse_args(arguments).paths
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    paths = [p for name in arguments[1:] for p in (sorted(Path(name).glob("*.json")) if Path(name).is_dir() else [Path(name)])]
+    paths = [p for name in given for p in (sorted(Path(name).glob("*.json")) if Path(name).is_dir() else [Path(name)])]
     left_out: list[str] = []
     dumps = _newest(_load_all(dict.fromkeys(paths), left_out), left_out)
     for line in left_out:
         _note(line)
     if not dumps:
-        _note(f"no dump (*.json) in {', '.join(arguments[1:])}")
+        _note(f"no dump (*.json) in {', '.join(given)}")
         return 2
     print(merge(dumps))
     return 1 if left_out else 0

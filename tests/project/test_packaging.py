@@ -16,7 +16,7 @@ import sysconfig
 import tempfile
 import venv
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -296,10 +296,38 @@ def test_dev_makes_anew_what_was_interrupted(tmp_path: Path) -> None:
     venv = dev.Venv(tmp_path, "test")
     venv.bin.mkdir()
     venv.python.touch()
-    assert not dev.is_ready(venv, "wanted")
-    venv.stamp.write_text("wanted")
-    assert dev.is_ready(venv, "wanted")
-    assert not dev.is_ready(venv, "other")
+    assert not dev.is_ready(venv)
+    venv.stamp.write_text(dev.fingerprint(venv))
+    assert dev.is_ready(venv)
+    assert not dev.is_ready(replace(venv, extras="train"))
+
+
+def test_dev_trains_without_the_packages_of_the_tests_and_adds_these_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One folder: the set-up of the tests keeps what that of training installed, but not what an interrupted one did."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(dev, "execute", lambda venv, command: commands.append(command))
+    monkeypatch.setattr(shutil, "rmtree", lambda path: None)
+    monkeypatch.setattr(dev, "MPICH", replace(dev.MPICH, path=tmp_path / "venv"))
+    monkeypatch.setattr(dev, "TRAINING", replace(dev.TRAINING, path=tmp_path / "venv", within=dev.MPICH))
+    dev.MPICH.bin.mkdir(parents=True)
+    dev.MPICH.python.touch()
+
+    def made(venv: dev.Venv) -> list[str]:
+        """What a set-up does: makes the folder, installs the packages of extras."""
+        commands.clear()
+        dev.set_up(venv)
+        return [command[-1] for command in commands if command[-2] in ("venv", "--editable")]
+
+    folder = str(tmp_path / "venv")
+    assert made(dev.TRAINING) == [folder, ".[mpich,train]"]
+    assert made(dev.TRAINING) == []
+    assert made(dev.MPICH) == [f".[{dev.MPICH.extras}]"]
+    assert made(dev.MPICH) == []
+    assert made(dev.TRAINING) == []
+    dev.MPICH.stamp.unlink()
+    assert made(dev.MPICH) == [folder, f".[{dev.MPICH.extras}]"]
 
 
 def test_dev_keeps_how_to_reach_packages_and_drops_where_to_put_them(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from shardrt.checkpoint.__main__ import main as checkpoint
+from shardrt.comm.merge_dumps import main as recorder
 from shardrt.comm.stress.options import parse as stress
 from shardrt.comm.version import __version__
 from shardrt.launch import main as launch
@@ -14,11 +15,12 @@ from shardrt.plan.__main__ import main as plan
 from shardrt.timeline.__main__ import main as timeline
 
 COMMANDS: dict[str, Callable[[list[str]], object]] = {
-    "checkpoint": checkpoint,
-    "stress": stress,
-    "launch": launch,
-    "plan": plan,
-    "timeline": timeline,
+    "shardrt-checkpoint": checkpoint,
+    "shardrt-stress": stress,
+    "shardrt-launch": launch,
+    "shardrt-plan": plan,
+    "shardrt-timeline": timeline,
+    "shardrt.comm.recorder": recorder,
 }
 
 
@@ -27,4 +29,4 @@ def test_commands_have_a_version(name: str, capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit) as ended:
         COMMANDS[name](["--version"])
     assert ended.value.code == 0
-    assert capsys.readouterr().out == f"shardrt-{name} {__version__}\n"
+    assert capsys.readouterr().out == f"{name} {__version__}\n"

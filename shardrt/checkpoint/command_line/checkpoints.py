@@ -18,7 +18,7 @@ import torch
 
 from ..disk.files import METADATA, Reader
 from ..disk.remote_path import Location
-from ..disk.storage import on_disk
+from ..disk.storage import latest, on_disk
 from ..errors import CheckpointError, shown
 from ..formats import safetensors
 from ..formats.dcp import metadata as dcp
@@ -147,4 +147,6 @@ def open_checkpoint(path: Location) -> Checkpoint:
         return StoredCheckpoint(safetensors.read_stored(path)) if path.suffix == SUFFIX else TorchCheckpoint(path)
     if (path / SINGLE_NAME).is_file() or (path / INDEX_NAME).is_file():
         return StoredCheckpoint(safetensors.read_stored(path))
-    raise CheckpointError(f"'{path}' is no checkpoint: it has no {METADATA}, {SINGLE_NAME} or {INDEX_NAME}")
+    newest = latest(path)
+    inside = "" if newest is None else f"; the newest checkpoint in it is '{newest}'"
+    raise CheckpointError(f"'{path}' is no checkpoint: it has no {METADATA}, {SINGLE_NAME} or {INDEX_NAME}{inside}")

@@ -16,7 +16,7 @@ import torch
 
 from ...disk.files import METADATA
 from ...disk.remote_path import Location
-from ...disk.storage import located, storage_of
+from ...disk.storage import latest, located, storage_of
 from ...errors import CheckpointError, DamagedCheckpointError, shown
 from ..stored import (
     Columns,
@@ -66,9 +66,10 @@ def read_stored(folder: str | os.PathLike[str]) -> Stored:
                 return _by_index(source, *index)
             return stored_in(source.read(0, source.nbytes), path)
     except OSError as error:
-        raise CheckpointError(
-            f"{path}: {error.strerror or error}; a folder is a checkpoint once its save has ended and '{METADATA}' is in it"
-        ) from error
+        newest = latest(folder) if isinstance(error, FileNotFoundError) else None
+        words = f"a folder is a checkpoint once its save has ended and '{METADATA}' is in it"
+        words += "" if newest is None else f"; the newest in '{os.fspath(folder)}' is '{newest}'"
+        raise CheckpointError(f"{path}: {error.strerror or error}; {words}") from error
 
 
 class _Source:
