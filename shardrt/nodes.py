@@ -73,13 +73,11 @@ class Link:
         with self._closing():
             self._connection.send(json.dumps(message).encode())
 
-    def received(self) -> list[Message]:
-        """The messages that have come."""
-        messages = []
+    def received(self) -> Iterator[Message]:
+        """The messages that have come. Those that are not taken remain."""
         with self._closing():
             while (frame := self._connection.receive()) is not None:
-                messages.append(json.loads(frame))
-        return messages
+                yield json.loads(frame)
 
     @contextmanager
     def _closing(self) -> Iterator[None]:
@@ -127,16 +125,12 @@ class Meeting:
         self._asked: dict[int, tuple[int, socket.socket]] = {}
         self._processes = 0
         self._strangers = set[str]()
+        self.addresses: list[str] = []  # of all nodes, since they were here: this one has that which the others see
 
     @property
     def missing(self) -> list[int]:
         """The nodes that have not come, or have gone."""
         return [node for node in range(1, self._nodes) if node not in self._links]
-
-    @property
-    def address(self) -> str:
-        """The address of this node, as the others see it."""
-        return next(iter(self._links.values())).here
 
     def gather(self, limit_s: float, wait: Callable[[float], Signal | None]) -> Signal | None:
         """Wait until all nodes are here.   wait: for so many seconds; returns a signal that has come, which ends this as well.
@@ -154,6 +148,7 @@ class Meeting:
             if (signal := wait(0.1)) is not None:
                 return signal
             self.look()
+        self.addresses = [self._links[1].here, *(self._links[node].there for node in range(1, self._nodes))]
         return None
 
     def _missing(self) -> str:
@@ -212,7 +207,8 @@ class Meeting:
         shell.settimeout(_ASKING_S)
         with suppress(OSError, ValueError):  # it was killed
             asked = json.loads(shell.makefile().readline())
-            node = int(asked["host"].removeprefix("node"))
+            host = asked["host"]
+            node = int(host.removeprefix("node")) if host.startswith("node") else self.addresses.index(host)
             self._processes += 1
             self._asked[self._processes] = node, shell
             if node in self._links:

@@ -214,9 +214,9 @@ def run(options: argparse.Namespace, folder: Path, meeting: Meeting | None) -> t
     clean = partial(run_clean, shlex.split(options.clean))
     clean()
     reports = Reports(folder)
-    if meeting is not None and (code := gather(meeting, options.join_timeout)) is not None:
+    if meeting is not None and (code := gather(meeting, options)) is not None:
         return code, code != USAGE_ERROR
-    job, was_ended = RunningJob(_line(options.command, meeting, folder), options.ends), False
+    job, was_ended = RunningJob(_line(options, meeting, folder), options.ends), False
     while job.is_running():
         if meeting is not None:
             look_at(meeting, job)
@@ -242,10 +242,13 @@ def run(options: argparse.Namespace, folder: Path, meeting: Meeting | None) -> t
     return code, was_told
 
 
-def gather(meeting: Meeting, limit_s: float) -> int | None:
+def gather(meeting: Meeting, options: argparse.Namespace) -> int | None:
     """Wait until the launchers of all nodes are here; returns the exit code if they are not: there is no job."""
     try:
-        info = meeting.gather(limit_s, partial(signal.sigtimedwait, PASSED_ON))
+        info = meeting.gather(options.join_timeout, partial(signal.sigtimedwait, PASSED_ON))
+        if info is None and options.ends is Ends.STAND_IN and len(set(meeting.addresses)) < options.nodes:
+            found = f"Open MPI knows nodes by their addresses, of which some are equal: {', '.join(meeting.addresses)}"
+            raise Refused(f"{found}; start one launcher on each machine, or use MPICH")
     except Refused as error:
         meeting.refuse(str(error))
         report(str(error))
@@ -253,11 +256,10 @@ def gather(meeting: Meeting, limit_s: float) -> int | None:
     return None if info is None else 128 + info.si_signo
 
 
-def _line(command: list[str], meeting: Meeting | None, folder: Path) -> list[str]:
-    """The command line of the job."""
-    if meeting is None:
-        return command
-    return [command[0], "-localhost", meeting.address, "-launcher-exec", str(folder / "ssh"), *command[1:]]
+def _line(options: argparse.Namespace, meeting: Meeting | None, folder: Path) -> list[str]:
+    """The command line of the job, with the flags that take what is known when the nodes have met."""
+    flags = [] if meeting is None else [word.format(ssh=folder / "ssh", nodes=meeting.addresses) for word in options.meet]
+    return [options.command[0], *flags, *options.command[1:]]
 
 
 def look_at(meeting: Meeting, job: RunningJob) -> None:
@@ -492,6 +494,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--about", help="what has to be the same on all nodes")
     parser.add_argument("--join-timeout", type=float, help="seconds for them to come")
     parser.add_argument("--remote-shell", type=shlex.split, help="the interpreter of remote_shell.py")
+    parser.add_argument("--meet", type=shlex.split, help="mpirun's flags, with the places of {ssh} and {nodes[0]}")
     parser.add_argument("--clean", required=True, metavar="COMMAND", help="what removes the files of killed jobs")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     return parser

@@ -10,6 +10,7 @@ import argparse
 import ctypes
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -141,7 +142,8 @@ class Started:
 
     def run(self, number: int, command: str) -> None:
         """Let a shell run a command. A terminal's Ctrl-C is no signal for it."""
-        line = ["/bin/sh", "-c", f"exec {command}"]
+        # MPICH's is one program; Open MPI's sets variables, then starts one.
+        line = ["/bin/sh", "-c", command if re.match(r"\w+=", command) else f"exec {command}"]
         self._processes[number] = subprocess.Popen(
             line, stdin=subprocess.DEVNULL, preexec_fn=_before_exec, start_new_session=True
         )

@@ -6,8 +6,6 @@ network namespaces joined by a cable, each with a host name, an address and shar
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from namespaces import machines, on_machine
 from ranks import rank_environment, run_script, site
 from shardrt import launch
-from shardrt.launch import Mpi
 
 JOB = """
 import os, torch, shardrt
@@ -61,33 +59,10 @@ exec ip netns exec {prefix}${{host##*.}} unshare --uts --mount sh -c "hostname $
 """
 
 
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
-
-
 @pytest.fixture
-def namespaces() -> Iterator[str]:
-    """Two namespaces, 10.77.0.1 and 10.77.0.2, as `<prefix>1` and `<prefix>2`; the prefix."""
-    if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"):
-        pytest.skip("network namespaces take root, and the commands ip and unshare")
-    prefix = f"shardrt{os.getpid()}-"
-    made = []
-    try:
-        for name in (f"{prefix}1", f"{prefix}2"):
-            ip("netns", "add", name)
-            made.append(name)
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"this machine permits no network namespaces: {error.stderr}")
-    try:
-        ip("-n", made[0], "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", made[1])
-        for number, name in enumerate(made, 1):
-            ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "cable")
-            ip("-n", name, "link", "set", "cable", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        yield prefix
-    finally:
-        for name in made:
-            ip("netns", "del", name)
+def names() -> Iterator[list[str]]:
+    with machines(2) as names:
+        yield names
 
 
 def check_places(out: str) -> None:
@@ -107,35 +82,30 @@ def test_two_nodes_in_one_host() -> None:
 
 
 @pytest.mark.all
-def test_two_nodes(namespaces: str, tmp_path: Path) -> None:
+def test_two_nodes(names: list[str], tmp_path: Path) -> None:
     """Four ranks, two on each node: the same bits as in one node, and a training step."""
     job, launch = tmp_path / "job.py", tmp_path / "launch"
     job.write_text(JOB)
-    launch.write_text(LAUNCH.format(prefix=namespaces))
+    launch.write_text(LAUNCH.format(prefix=names[0].removesuffix("1")))
     launch.chmod(0o755)
     hosts = ["-hosts", "10.77.0.1:2,10.77.0.2:2", "-iface", "cable", "-launcher", "ssh", "-launcher-exec", str(launch)]
-    command = ["ip", "netns", "exec", f"{namespaces}1", site().executable, *hosts, "-n", "4", sys.executable, str(job)]
+    command = ["ip", "netns", "exec", names[0], site().executable, *hosts, "-n", "4", sys.executable, str(job)]
     done = subprocess.run(command, env=rank_environment(), capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "has no connection to the nodes" not in done.stderr
     check_places(done.stdout)
 
 
+@pytest.mark.mpi
 @pytest.mark.all
-def test_a_launcher_on_each_of_two_nodes(namespaces: str, tmp_path: Path) -> None:
+def test_a_launcher_on_each_of_two_nodes(names: list[str], tmp_path: Path) -> None:
     """The same job, without ssh, where no node knows the other's name."""
-    if site().mpi is not Mpi.MPICH:
-        pytest.skip("only MPICH's mpirun takes another program for ssh")
     job = tmp_path / "job.py"
     job.write_text(JOB)
     launchers = []
-    for node in range(2):
-        name = f"{namespaces}{node + 1}"
-        ip("-n", name, "route", "add", "default", "dev", "cable")
-        where = f"--nnodes 2 --node-rank {node} --rendezvous 10.77.0.1:29500 -n 4"
-        launcher = f"exec {sys.executable} {launch.__file__} {where} {job}"
-        alone = f"hostname {name}; mount -t tmpfs none /dev/shm; {launcher}"
-        line = ["ip", "netns", "exec", name, "unshare", "--uts", "--mount", "sh", "-c", alone]
+    for node, name in enumerate(names):
+        where = f"--nnodes 2 --node-rank {node} --rendezvous 10.77.0.1:29500 -n 4".split()
+        line = [*on_machine(name), sys.executable, launch.__file__, *where, str(job)]
         pipe = subprocess.PIPE
         launchers.append(subprocess.Popen(line, env=rank_environment(), text=True, stdout=pipe, stderr=pipe))
     (out, err), (_, other) = (each.communicate(timeout=150) for each in launchers)

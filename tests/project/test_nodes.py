@@ -1,4 +1,7 @@
-"""A launcher on each node, without ssh: how they meet, and how a job of theirs ends. Here, all nodes are on one machine."""
+"""A launcher on each node, without ssh: how they meet, and how a job of theirs ends.
+
+All nodes are on one machine; under Open MPI, which tells them by their addresses, each is a network namespace.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
+from namespaces import machines, on_machine
 from ranks import rank_environment, site, wait_for
 from shardrt import launch
 from shardrt.launch import LaunchError, Mpi
@@ -37,19 +42,30 @@ pathlib.Path(sys.argv[1], f"{MPI.COMM_WORLD.rank}-{os.getpid()}").touch()
 time.sleep(600)
 """
 
-pytestmark = pytest.mark.mpi
+Script = Callable[[str], Path]
 
 
-@pytest.fixture(autouse=True)
-def mpich() -> None:
-    if site().mpi is not Mpi.MPICH:
-        pytest.skip("only MPICH's mpirun takes another program for ssh")
+@dataclass(frozen=True)
+class Place:
+    """Where the launchers meet. machines: names, if each node is one; else they are processes of this machine."""
+
+    port: int
+    machines: list[str]
+
+    @property
+    def address(self) -> str:
+        return "10.77.0.1" if self.machines else "127.0.0.1"
 
 
 @pytest.fixture
-def port() -> int:
+def place() -> Iterator[Place]:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+        port = int(server.getsockname()[1])
+    if site().mpi is Mpi.MPICH:
+        yield Place(port, [])
+    else:
+        with machines(3) as names:
+            yield Place(port, names)
 
 
 @pytest.fixture
@@ -63,9 +79,9 @@ def script(tmp_path: Path) -> Callable[[str], Path]:
 
 
 @contextmanager
-def launcher(flags: list[str], *program: object, **variables: str) -> Iterator[subprocess.Popen[str]]:
+def launcher(line: list[str], *program: object, **variables: str) -> Iterator[subprocess.Popen[str]]:
     """A launcher, which is killed at the end if it still runs."""
-    line = [*LAUNCH, *flags, *map(str, program)]
+    line = [*line, *map(str, program)]
     environment = rank_environment() | variables
     with subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
         try:
@@ -74,9 +90,11 @@ def launcher(flags: list[str], *program: object, **variables: str) -> Iterator[s
             started.kill()
 
 
-def node(number: int, nodes: int, port: int, ranks: int = 4) -> list[str]:
-    rendezvous = ["--nnodes", str(nodes), "--node-rank", str(number), "--rendezvous", f"127.0.0.1:{port}"]
-    return [*rendezvous, "-n", str(ranks)]
+def node(number: int, nodes: int, place: Place, ranks: int = 4, launch: str = launch.__file__) -> list[str]:
+    """The command line of a launcher, without the program."""
+    where = on_machine(place.machines[number]) if place.machines else []
+    rendezvous = ["--nnodes", str(nodes), "--node-rank", str(number), "--rendezvous", f"{place.address}:{place.port}"]
+    return [*where, sys.executable, launch, *rendezvous, "-n", str(ranks)]
 
 
 def ended(*launchers: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
@@ -84,12 +102,13 @@ def ended(*launchers: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
     return [(it.returncode, out, err) for it in launchers for out, err in [it.communicate(timeout=DEADLINE_S)]]
 
 
-def test_three_nodes(script: Callable[[str], Path], port: int) -> None:
+@pytest.mark.mpi
+def test_three_nodes(script: Script, place: Place) -> None:
     program = script(PLACES)
     with (
-        launcher(node(2, 3, port, 5), program) as third,  # before there is a node 0
-        launcher(node(0, 3, port, 5), program) as first,
-        launcher(node(1, 3, port, 5), program) as second,
+        launcher(node(2, 3, place, 5), program) as third,  # before there is a node 0
+        launcher(node(0, 3, place, 5), program) as first,
+        launcher(node(1, 3, place, 5), program) as second,
     ):
         (code, out, err), *others = ended(first, second, third)
     assert code == 0, err
@@ -99,12 +118,12 @@ def test_three_nodes(script: Callable[[str], Path], port: int) -> None:
 
 
 @pytest.mark.parametrize(("size", "rank"), [("WORLD_SIZE", "RANK"), ("NNODES", "NODE_RANK"), ("PET_NNODES", "PET_NODE_RANK")])
-def test_variables_in_the_place_of_options(size: str, rank: str, script: Callable[[str], Path], port: int) -> None:
+def test_variables_in_the_place_of_options(size: str, rank: str, script: Script, place: Place) -> None:
     program = script(PLACES)
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), size: "2"}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(place.port), size: "2"}
     with (
-        launcher(["-n", "2"], program, **where, **{rank: "0"}) as first,
-        launcher(["-n", "2"], program, **where, **{rank: "1"}) as second,
+        launcher([*LAUNCH, "-n", "2"], program, **where, **{rank: "0"}) as first,
+        launcher([*LAUNCH, "-n", "2"], program, **where, **{rank: "1"}) as second,
     ):
         (code, out, err), other = ended(first, second)
     assert code == 0, err
@@ -112,18 +131,19 @@ def test_variables_in_the_place_of_options(size: str, rank: str, script: Callabl
     assert other == (0, "", "")
 
 
-def test_the_exit_code_comes_to_all_nodes(script: Callable[[str], Path], port: int) -> None:
+@pytest.mark.mpi
+def test_the_exit_code_comes_to_all_nodes(script: Script, place: Place) -> None:
     program = script("import sys; from mpi4py import MPI; sys.exit(7 if MPI.COMM_WORLD.rank == 3 else 0)")
-    with launcher(node(0, 2, port), program) as first, launcher(node(1, 2, port), program) as second:
+    with launcher(node(0, 2, place), program) as first, launcher(node(1, 2, place), program) as second:
         assert [code for code, _, _ in ended(first, second)] == [7, 7]
 
 
 @contextmanager
-def waiting(script: Callable[[str], Path], port: int, folder: Path) -> Iterator[tuple[list[subprocess.Popen[str]], list[int]]]:
+def waiting(script: Script, place: Place, folder: Path) -> Iterator[tuple[list[subprocess.Popen[str]], list[int]]]:
     """Two launchers, and the processes of their four ranks, which wait."""
     program = script(WAITS)
     folder.mkdir()
-    with launcher(node(0, 2, port), program, folder) as first, launcher(node(1, 2, port), program, folder) as second:
+    with launcher(node(0, 2, place), program, folder) as first, launcher(node(1, 2, place), program, folder) as second:
         wait_for(lambda: len(list(folder.iterdir())) == 4)
         yield [first, second], [int(path.name.partition("-")[2]) for path in folder.iterdir()]
 
@@ -132,17 +152,19 @@ def have_ended(pids: list[int]) -> bool:
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize("told", [0, 1])
-def test_a_signal_to_one_launcher_ends_all(told: int, script: Callable[[str], Path], port: int, tmp_path: Path) -> None:
-    with waiting(script, port, tmp_path / "ranks") as (launchers, ranks):
+def test_a_signal_to_one_launcher_ends_all(told: int, script: Script, place: Place, tmp_path: Path) -> None:
+    with waiting(script, place, tmp_path / "ranks") as (launchers, ranks):
         launchers[told].send_signal(signal.SIGTERM)
         assert [code for code, _, _ in ended(*launchers)] == [143, 143]
         wait_for(lambda: have_ended(ranks))
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_launcher_that_is_killed_ends_the_job(killed: int, script: Callable[[str], Path], port: int, tmp_path: Path) -> None:
-    with waiting(script, port, tmp_path / "ranks") as (launchers, ranks):
+def test_a_launcher_that_is_killed_ends_the_job(killed: int, script: Script, place: Place, tmp_path: Path) -> None:
+    with waiting(script, place, tmp_path / "ranks") as (launchers, ranks):
         launchers[killed].kill()
         ((code, _, err),) = ended(launchers[1 - killed])
         assert code != 0
@@ -150,7 +172,8 @@ def test_a_launcher_that_is_killed_ends_the_job(killed: int, script: Callable[[s
         wait_for(lambda: have_ended(ranks))
 
 
-def test_a_failed_job_is_started_again_on_the_same_nodes(script: Callable[[str], Path], port: int, tmp_path: Path) -> None:
+@pytest.mark.mpi
+def test_a_failed_job_is_started_again_on_the_same_nodes(script: Script, place: Place, tmp_path: Path) -> None:
     program = script(f"""
         import os, pathlib, sys
         from mpi4py import MPI
@@ -164,13 +187,14 @@ def test_a_failed_job_is_started_again_on_the_same_nodes(script: Callable[[str],
         sys.exit(5 if fails and comm.rank == 3 else 0)
     """)
     again = ["--restarts", "2"]
-    with launcher(node(0, 2, port) + again, program) as first, launcher(node(1, 2, port) + again, program) as second:
+    with launcher(node(0, 2, place) + again, program) as first, launcher(node(1, 2, place) + again, program) as second:
         (code, _, err), (other, _, _) = ended(first, second)
     assert (code, other) == (0, 0), err
     assert "start 2 of 3" in err
 
 
-def test_a_node_that_comes_back(script: Callable[[str], Path], port: int, tmp_path: Path) -> None:
+@pytest.mark.mpi
+def test_a_node_that_comes_back(script: Script, place: Place, tmp_path: Path) -> None:
     """Its launcher was killed, and is started again: the job goes on."""
     program = script(f"""
         import os, pathlib, time
@@ -185,51 +209,63 @@ def test_a_node_that_comes_back(script: Callable[[str], Path], port: int, tmp_pa
             time.sleep(600)
     """)
     again = ["--restarts", "1"]
-    with launcher(node(0, 2, port) + again, program) as first:
-        with launcher(node(1, 2, port) + again, program):
+    with launcher(node(0, 2, place) + again, program) as first:
+        with launcher(node(1, 2, place) + again, program):
             wait_for((tmp_path / "state").exists)
-        with launcher(node(1, 2, port) + again, program) as second:
+        with launcher(node(1, 2, place) + again, program) as second:
             (code, _, err), other = ended(first, second)
     assert (code, other) == (0, (0, "", "")), err
     assert "node 1 has gone: its launcher was killed" in err
     assert "start 2 of 2" in err
 
 
-def test_a_node_that_never_comes(script: Callable[[str], Path], port: int) -> None:
+def test_a_node_that_never_comes(script: Script, place: Place) -> None:
     program, limit = script(PLACES), ["--join-timeout", "2"]
-    with launcher(node(0, 3, port) + limit, program) as first, launcher(node(1, 3, port) + limit, program) as second:
+    with launcher(node(0, 3, place) + limit, program) as first, launcher(node(1, 3, place) + limit, program) as second:
         results = ended(first, second)
     for code, _, err in results:
         assert code == 2
         assert "node 2 of 3 did not come within 2 s (--join-timeout)" in err
-    with launcher(node(1, 2, port) + limit, program) as alone:
+    with launcher(node(1, 2, place) + limit, program) as alone:
         ((code, _, err),) = ended(alone)
     assert code == 2
-    assert f"node 1: node 0 did not come to 127.0.0.1:{port} within 2 s (--join-timeout): " in err
+    assert f"node 1: node 0 did not come to 127.0.0.1:{place.port} within 2 s (--join-timeout): " in err
 
 
-def test_strangers_and_other_jobs_are_dropped(script: Callable[[str], Path], port: int) -> None:
+def test_strangers_and_other_jobs_are_dropped(script: Script, place: Place) -> None:
     """The job starts all the same, when its own node comes."""
     program = script(PLACES)
-    with launcher(node(0, 2, port), program, SHARDRT_RENDEZVOUS_KEY="ours") as first:
-        wait_for(lambda: _says_something(port, b"GET / HTTP/1.1\r\n\r\n"))
-        with launcher([*node(1, 2, port), "--join-timeout", "1"], program, SHARDRT_RENDEZVOUS_KEY="theirs") as other_key:
+    with launcher(node(0, 2, place), program, SHARDRT_RENDEZVOUS_KEY="ours") as first:
+        wait_for(lambda: _says_something(place.port, b"GET / HTTP/1.1\r\n\r\n"))
+        with launcher([*node(1, 2, place), "--join-timeout", "1"], program, SHARDRT_RENDEZVOUS_KEY="theirs") as other_key:
             ((code, _, err),) = ended(other_key)
         assert code == 2
         assert "no launcher of this job, or has another SHARDRT_RENDEZVOUS_KEY" in err
-        with launcher(node(1, 2, port), program, "--other", SHARDRT_RENDEZVOUS_KEY="ours") as other_job:
+        with launcher(node(1, 2, place), program, "--other", SHARDRT_RENDEZVOUS_KEY="ours") as other_job:
             ((code, _, err),) = ended(other_job)
         assert code == 2
         assert "the launcher there starts another job: -n 4 " in err
-        with launcher(node(0, 2, port), program) as other_first:
+        with launcher(node(0, 2, place), program) as other_first:
             ((code, _, err),) = ended(other_first)
         assert code == 2
-        assert f"cannot listen on port {port} for the other nodes" in err
-        with launcher(node(1, 2, port), program, SHARDRT_RENDEZVOUS_KEY="ours") as second:
+        assert f"cannot listen on port {place.port} for the other nodes" in err
+        with launcher(node(1, 2, place), program, SHARDRT_RENDEZVOUS_KEY="ours") as second:
             (code, out, err), (other, _, _) = ended(first, second)
     assert (code, other) == (0, 0), err
     assert len(out.splitlines()) == 4
-    assert f"dropped a connection from 127.0.0.1 to port {port}, which is none of a node of this job" in err
+    assert f"dropped a connection from 127.0.0.1 to port {place.port}, which is none of a node of this job" in err
+
+
+@pytest.mark.mpi
+def test_open_mpi_wants_an_address_for_each_node(script: Script, place: Place) -> None:
+    if site().mpi is Mpi.MPICH:
+        pytest.skip("MPICH takes any number of nodes at one address")
+    program, here = script(PLACES), Place(place.port, [])
+    with launcher(node(0, 2, here), program) as first, launcher(node(1, 2, here), program) as second:
+        results = ended(first, second)
+    for code, _, err in results:
+        assert code == 2
+        assert "Open MPI knows nodes by their addresses, of which some are equal: 127.0.0.1, 127.0.0.1" in err
 
 
 def _says_something(port: int, data: bytes) -> bool:
@@ -242,11 +278,11 @@ def _says_something(port: int, data: bytes) -> bool:
         return False
 
 
-def test_nodes_with_other_versions_are_named_on_all(script: Callable[[str], Path], port: int, tmp_path: Path) -> None:
+def test_nodes_with_other_versions_are_named_on_all(script: Script, place: Place, tmp_path: Path) -> None:
     program, other = script(PLACES), tmp_path / "shardrt"
     other.symlink_to(Path(launch.__file__).parent)
-    line = [sys.executable, str(other / "launch.py"), *node(1, 2, port), str(program)]
-    with launcher(node(0, 2, port), program) as first:
+    line = [*node(1, 2, place, launch=str(other / "launch.py")), str(program)]
+    with launcher(node(0, 2, place), program) as first:
         second = subprocess.run(line, env=rank_environment(), capture_output=True, text=True, timeout=DEADLINE_S, check=False)
         ((code, _, err),) = ended(first)
     assert (code, second.returncode) == (2, 2)
