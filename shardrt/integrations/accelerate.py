@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from .. import checkpoint, comm
 from ..comm import ReduceOp, without_launcher_variables
 from ..optim import clip_grad_norm_
 from . import processes
-from .world import check_sharded, full_state_dict, no_gradient_sync, reduce
+from .world import check_sharded, full_state_dict, gradient_sync, reduce
 
 
 class Accelerator(accelerate.Accelerator):
@@ -140,7 +140,21 @@ class Accelerator(accelerate.Accelerator):
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """In the `with` block, backwards accumulate gradients without reducing them."""
-        return no_gradient_sync(model)
+        return gradient_sync(model, False)
+
+    @staticmethod
+    def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[None]:
+        """In the `with` block, inside that of `no_sync`, a backward reduces the gradients, those accumulated before as well."""
+        return gradient_sync(model, True)
+
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> AbstractContextManager[None]:
+        """No-op where batches are even, as by default. Raises ValueError where they may not be."""
+        if self.num_processes > 1 and not (self.even_batches and even_batches in (None, True)):
+            raise ValueError(
+                f"join_uneven_inputs on rank {self.process_index}: ranks run as many steps each; leave even_batches=True, or "
+                "give the data loader drop_last=True, and leave the call out"
+            )
+        return nullcontext()
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2

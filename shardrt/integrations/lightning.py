@@ -22,7 +22,7 @@ from ..checkpoint.state_dicts.set import load_full_optimizer_state
 from ..comm import ReduceOp
 from ..fsdp.api.module import FSDPModule, register_fsdp_forward_method, unsharded
 from ..optim import clip_grad_norm_
-from .world import check_sharded, full_state_dict, gather, is_sharded, no_gradient_sync, reduce, repeated_blocks, shard_blocks
+from .world import check_sharded, full_state_dict, gather, gradient_sync, is_sharded, reduce, repeated_blocks, shard_blocks
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _OPERATIONS = {"mean": ReduceOp.AVG, **{op.value: op for op in ReduceOp}}
@@ -166,7 +166,7 @@ class ShardedStrategy(ParallelStrategy):
             _check_trainable(self._module)
 
     def block_backward_sync(self) -> Any:
-        return no_gradient_sync(self._module)
+        return gradient_sync(self._module, False)
 
     @property
     def _module(self) -> LightningModule:

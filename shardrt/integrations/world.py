@@ -125,12 +125,12 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def no_gradient_sync(model: nn.Module) -> Iterator[None]:
-    """In the `with` block, backwards accumulate gradients in every sharded module of `model` without reducing them."""
+def gradient_sync(model: nn.Module, is_wanted: bool) -> Iterator[None]:
+    """In the `with` block, backwards reduce the gradients of all sharded modules of `model`, or accumulate without reducing."""
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     before = [module.param_group.settings.sync_gradients for module in sharded]
     for module in sharded:
-        module.set_requires_gradient_sync(False, recurse=False)
+        module.set_requires_gradient_sync(is_wanted, recurse=False)
     try:
         yield
     finally:

@@ -243,6 +243,29 @@ def test_generation_before_the_backward(world: World, kind: str) -> None:
 
 
 @pytest.mark.parametrize("bucket", [0, 1 << 20])
+@pytest.mark.parametrize("kind", ["node memory", "copies", "replicas"])
+@on_ranks(2, 3)
+def test_unequal_numbers_of_micro_batches(world: World, kind: str, bucket: int) -> None:
+    """Each is reduced: gradients of one rank's second micro-batch would be added to those of the others' next step."""
+    mesh = DeviceMesh(world.comm, (world.size, 1), ("replicas", "shards")) if kind == "replicas" else None
+    with settings_of(world, node_memory=kind == "node memory"), buckets_of(bucket):
+        model = shard_blocks(OddMLP().double(), mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):  # as many on all
+            for _ in range(2):
+                loss_of(model, batch(0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        loss_of(model, batch(0)).backward()
+        if world.rank == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        with pytest.raises(MismatchError, match="added to earlier ones") as caught:
+            loss_of(model, batch(1)).backward()
+    assert "each step has as many micro-batches on every rank" in str(caught.value)
+
+
+@pytest.mark.parametrize("bucket", [0, 1 << 20])
 @pytest.mark.parametrize("copies", [False, True])
 @on_ranks(2, 3)
 def test_skipped_without_the_option(world: World, copies: bool, bucket: int) -> None:

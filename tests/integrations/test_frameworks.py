@@ -231,6 +231,24 @@ def call_accelerate_utils(world: World, folder: Path) -> None:
     main_goes_first(lambda: arguments.main_process_first(local=False))
 
 
+def accumulate_with_accelerate(world: World, accelerator: Any, model: nn.Module, whole: nn.Module, rows: torch.Tensor) -> None:
+    with accelerator.no_sync(model):
+        losses = [model(rows[2 * world.rank + 4 * i :][:2]).square().mean() for i in range(2)]
+        accelerator.backward(losses[0])
+        assert all(param.grad is None for param in model.parameters())
+        with accelerator.trigger_sync_in_backward(model):
+            accelerator.backward(losses[1])
+    whole.zero_grad()
+    sum(whole(rows[4 * i : 4 * i + 4]).square().mean() for i in range(2)).backward()
+    for param, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), expected.grad / 2, rtol=0, atol=1e-12)
+    model.zero_grad()
+    with accelerator.join_uneven_inputs([model]):
+        pass
+    with pytest.raises(ValueError, match=rf"join_uneven_inputs on rank {world.rank}: ranks run as many steps each"):
+        accelerator.join_uneven_inputs([model], even_batches=False)
+
+
 def train_with_accelerate(world: World, folder: Path) -> None:
     from accelerate import DataLoaderConfiguration
 
@@ -274,6 +292,7 @@ def train_with_accelerate(world: World, folder: Path) -> None:
     assert list(state) == (list(whole.state_dict()) if world.rank == 0 else [])
     assert accelerator.gather({"rank": torch.tensor(world.rank)})["rank"].tolist() == [0, 1]
     assert accelerator.reduce(torch.tensor([world.rank + 1]), "mean").tolist() == [1.5]
+    accumulate_with_accelerate(world, accelerator, model, whole, rows)
     padded = accelerator.pad_across_processes(torch.ones(2, world.rank + 1), dim=1, pad_index=7)
     assert padded.tolist() == [[1.0, 7.0 if world.rank == 0 else 1.0]] * 2
     with pytest.raises(ValueError, match=rf"save_state on rank {world.rank}: expected no weights_name"):

@@ -56,7 +56,7 @@ if TYPE_CHECKING:  # a group and its runtime refer to each other
 
 _ADVICE = (
     "where ranks leave out modules or parameters on purpose, let the others have zeros for their gradients: see "
-    "set_reduce_scatter_unused_params(True, skipped_modules=True)"
+    "set_reduce_scatter_unused_params(True, skipped_modules=True); each step has as many micro-batches on every rank"
 )
 _made: WeakKeyDictionary[Communicator, int] = WeakKeyDictionary()  # how many groups were made on a communicator
 
@@ -130,7 +130,8 @@ class ParamGroup:
     _followed: list[bool]  # which of `params` were trainable when all that depends on it was made; [] before, or if it must be
     _flag_writes: int  # how often such flags had been written then, of any `DTensor`; -1 as []
     _shown: list[bool]  # which of `_unsharded` required gradients then; written by pass_requires_grad_on() too
-    _subjects: dict[frozenset[int], Subject]  # by positions among those of the reduction; written by about_grads()
+    # By positions among those of the reduction, and whether it adds to earlier gradients; written by about_grads().
+    _subjects: dict[tuple[frozenset[int], bool], Subject]
     _sees_dtensors: bool  # an extension of the user's shows DTensors to the modules; written with `reduction`
     _written: list[int]  # the shards' times_written() when free_stale() was last called; others now mean that they have changed
 
@@ -650,18 +651,22 @@ class ParamGroup:
     def about_grads(self, packed: PackedGrads) -> about:
         """What the reductions of `packed` are for: this group's gradients, of those parameters that have one.
 
-        Cost: a look-up if some have none, such as frozen ones; the words are made once for the same parameters.
+        Ranks that run different numbers of micro-batches in a step would add up gradients of different steps: some add to
+        earlier gradients where others begin anew.
+        Cost: a look-up if some have none, such as frozen ones, or earlier ones; the words are made once.
         """
-        positions = packed.positions
+        positions, adds = packed.positions, bool(packed.older)
         assert self.reduction is not None, "it has packed"
-        if len(positions) == len(self.params):
+        if len(positions) == len(self.params) and not adds:
             return about(self.subject)
-        if positions not in self._subjects:
+        if (positions, adds) not in self._subjects:
             reduced = [self.reduction.params[position].name for position in sorted(positions)]
             missing = [param.name for param in self.params if param.name not in reduced]
             word, names = ("without", missing) if len(missing) <= len(reduced) else ("only", reduced)
-            self._subjects[positions] = Subject(f"{self.subject}, {word} {', '.join(names)}", _ADVICE)
-        return about(self._subjects[positions])
+            words = f"{self.subject}, {word} {', '.join(names)}" if missing else self.subject
+            words += ", added to earlier ones" if adds else ""
+            self._subjects[positions, adds] = Subject(words, _ADVICE)
+        return about(self._subjects[positions, adds])
 
     def reduce_grads(self, packed: PackedGrads) -> None:
         """Reduce what is packed over the shard ranks."""
