@@ -191,7 +191,7 @@ class Guard:
             self._end_job(EXIT_CODE, *self._start_report(neighbours))
         self._show(RankPhase.OVERDUE if is_overdue else RankPhase.INIT)
         first = min((rank for rank, neighbour in neighbours.items() if _waits(neighbour)), default=self._place.rank)
-        if not is_overdue and first == self._place.rank and self._waited_s >= self._limit_s * (self._told + 1):
+        if absent and not is_overdue and first == self._place.rank and self._waited_s >= self._limit_s * (self._told + 1):
             self._told = int(self._waited_s // self._limit_s)
             waits = f"waited {self._waited_s:.0f} s in shardrt.init() for "
             ranks = [neighbour.rank for neighbour in absent]
