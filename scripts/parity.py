@@ -60,6 +60,8 @@ ROWS = [
     Row("B2", "gradient sync off: accumulation in the reduce dtype", "yes", "yes", "training::accumulation_over_three_microbatches"),
     Row("B2", "all-reduce off: hybrid accumulation by reduce-scatter only", "yes", "yes", "hybrid_sharding::hybrid_sharding_accumulates_by_reduce_scatter_only"),
     Row("B2", "reshard_after_backward, is_last_backward", "yes", "yes", "fsdp_module::parameters_stay_gathered_between_microbatches"),
+    Row("B2", "set_manual_backward_finalization, finalize_backward (torch 2.15)", "yes", "yes", "fsdp2_names::backwards_that_are_finalized_by_hand"),
+    Row("B2", "set_keep_unsharded_storage (torch 2.15)", "yes", "yes", "fsdp2_names::storage_that_stays"),
     Row("B2", "unshard_in_backward", "yes", "yes", "prefetch::a_module_whose_backward_reads_no_parameters"),
     Row("B3", "named modules gathered ahead", "yes", "yes", "prefetch::named_modules_are_gathered_ahead"),
     Row("B3", "automatic prefetch both ways, within a budget", "backward only", "yes", "prefetch::a_prefetch_policy"),

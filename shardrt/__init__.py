@@ -13,6 +13,7 @@ from .comm.version import __version__ as __version__
 from .fsdp.api.fully_shard import fully_shard, replicate
 from .fsdp.api.module import (
     FSDPModule,
+    GradientReductionHandle,
     UnshardHandle,
     disable_fsdp_module_new_init,
     register_fsdp_forward_method,
@@ -51,6 +52,7 @@ __all__ = [
     "DeviceMesh",
     "FSDPModule",
     "FlatShard",
+    "GradientReductionHandle",
     "MemoryAccount",
     "Metrics",
     "MixedPrecisionPolicy",

@@ -14,13 +14,21 @@ def _of_grouped(a: Any, b: Any, *_: object, **__: object) -> int:
     return 2 * a.numel() * b.shape[-1]
 
 
-# The host's attention counts as the one that has a formula.
-_FLASH = "_scaled_dot_product_flash_attention"
-_ON_HOST = {aten_operator(f"{_FLASH}_for_cpu{suffix}"): aten_operator(f"{_FLASH}{suffix}") for suffix in ("", "_backward")}
+def _of_attention(query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
+    """The flops of fused attention, by all heads of the query: torch 2.11 has no formula for fewer heads of the keys."""
+    return 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+def _of_attention_backward(_: object, query: Any, key: Any, value: Any, *__: object, **___: object) -> int:
+    return 2 * query.shape[:-1].numel() * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1])
+
+
+_FUSED = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
 
 # By operator: functions of its arguments, and of its result as `out_val`.
 FORMULAS = (
     flop_registry
-    | {ours: flop_registry[theirs] for ours, theirs in _ON_HOST.items() if theirs in flop_registry}
+    | {aten_operator(f"_scaled_dot_product_{name}"): _of_attention for name in _FUSED}
+    | {aten_operator(f"_scaled_dot_product_{name}_backward"): _of_attention_backward for name in _FUSED}
     | {aten_operator("_grouped_mm"): _of_grouped}
 )

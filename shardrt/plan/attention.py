@@ -73,9 +73,16 @@ class FusedAttention:
         if enable_gqa:  # of the fused kernels, FlashAttention alone takes fewer heads as they are
             key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
         if kernel is _HOST:
-            return kernel(query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]
+            given = [each if each is None else _batched(each) for each in (query, key, value, mask)]
+            out = kernel(*given[:3], dropout_p, is_causal, attn_mask=given[3], scale=scale)[0]
+            return out if query.dim() == out.dim() else out.squeeze(0)
         needs_grad = query.requires_grad or key.requires_grad or value.requires_grad
         return kernel(query, key, value, mask, needs_grad, dropout_p, is_causal, scale=scale)[0]
+
+
+def _batched(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of four dims. From 2.14 on, torch fuses attention of tensors without a batch, as if it were of one row."""
+    return tensor[(None,) * (4 - tensor.dim())] if tensor.dim() < 4 else tensor
 
 
 def _of_gpu(

@@ -42,7 +42,7 @@ def build(libraries: Path) -> Path:
     binaries = sorted(
         [
             *libraries.glob("torch/lib/*.so"),
-            *libraries.glob("nvidia/**/*.so*"),
+            *libraries.glob("nvidia/**/lib/*.so*"),
             *libraries.glob("cupy_backends/cuda/libs/nccl*.so"),
         ]
     )

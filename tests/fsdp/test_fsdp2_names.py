@@ -16,22 +16,32 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor.parallel import parallelize_module
 
 import shardrt
-from ranks import on_ranks
+from ranks import on_ranks, with_copies
 from shardrt.comm import Communicator, World, new_stream
 from shardrt.fsdp.base.events import Step, during
-from shardrt.fsdp.memory import buffers
+from shardrt.fsdp.memory import buffers, context
 from shardrt.fsdp.memory.buffers import CommBuffer
 from shardrt.fsdp.schedule import symmetric_windows
-from toys import OddMLP, batch, buckets_of, compare, loss_of, overlapping, shard_blocks, train_side_by_side
-
-# Of torch 2.15; docs/from_fsdp2.md names them.
-LACKING = {"finalize_backward", "set_keep_unsharded_storage", "set_manual_backward_finalization"}
+from subclasses import Narrow
+from toys import (
+    Elsewhere,
+    OddMLP,
+    Skipping,
+    batch,
+    buckets_of,
+    compare,
+    loss_of,
+    overlapping,
+    refused,
+    shard_blocks,
+    train_side_by_side,
+)
 
 
 def mirrored() -> list[tuple[Any, Any]]:
     """Functions of torch, and those here that have their names."""
     helpers = [name for name in dir(state_dict) if name.startswith(("get_", "set_")) and hasattr(shardrt.checkpoint, name)]
-    methods = [name for name in vars(FSDPModule) if not name.startswith("_") and name not in LACKING]
+    methods = [name for name in vars(FSDPModule) if not name.startswith("_")]
     return [
         (nn.utils.clip_grad_norm_, shardrt.clip_grad_norm_),
         (fully_shard, shardrt.fully_shard),
@@ -86,6 +96,188 @@ def test_axes_of_a_larger_mesh(world: World) -> None:
     for wrong in (dims("outer", "inner"), dims("tp"), dims(("inner", "outer")), dims("inner", "inner")):
         with pytest.raises(ValueError, match=r"expected axes in the mesh's order, those to replicate over before"):
             shardrt.fully_shard(nn.Linear(4, 4), mesh=mesh, dp_mesh_dims=wrong)
+
+
+def addresses_of(model: nn.Module) -> list[int]:
+    """The addresses of the parameters that each block sees in its forward, which are added while it runs."""
+    seen: list[int] = []
+    for block in model.get_submodule("blocks").children():
+        block.register_forward_pre_hook(lambda block, _: seen.extend(p.data_ptr() for p in block.parameters()))
+    return seen
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": 1}, {"offload_policy": Elsewhere(pin_memory=False)}])
+@on_ranks(1, 2, 3)
+@with_copies
+def test_storage_that_stays(world: World, options: dict[str, Any]) -> None:
+    """Addresses stay over reshards and steps, whatever is allocated meanwhile; without the setting, a reshard frees it."""
+    count, seen, others = 3 * 8, list[int](), list[torch.Tensor]()
+
+    def keep(model: nn.Module) -> nn.Module:
+        nonlocal seen
+        shard_blocks(model, **options).set_keep_unsharded_storage(True)
+        seen = addresses_of(model)
+        return model
+
+    def allocate(step: int, model: nn.Module) -> None:
+        others.extend(torch.full((numel,), 7.0) for numel in (10**4, 10**5, 10**6))
+
+    whole = OddMLP(width=200).double()
+    model: Any = train_side_by_side(world, whole, map(batch, range(3)), shard=keep, before_step=allocate)
+    assert seen == 3 * seen[:count]
+    assert len(seen) == 3 * count
+    memory, groups = model.param_group.runtime.memory, list(model.param_group.with_descendants())
+    assert not any(group.visible.unsharded for group in groups)
+    nbytes = {group: 0 if group.gather.resident else group.nbytes for group in groups}
+    assert memory.in_use == sum(nbytes.values())
+    model.set_keep_unsharded_storage(False, recurse=False)
+    with torch.no_grad():
+        model(batch(9))
+    assert memory.in_use == sum(nbytes.values()) - nbytes[model.param_group]
+    model.float()
+    assert memory.in_use == 0
+    with torch.no_grad():
+        model(batch(9).float())
+
+
+@on_ranks(1, 2)
+@with_copies
+def test_storage_that_stays_of_an_extension(world: World) -> None:
+    """So does that of the tensors that it makes."""
+    whole = nn.Linear(400, 40, bias=False).double()
+    model = copy.deepcopy(whole)
+    model.weight = nn.Parameter(Narrow(model.weight.detach()))
+    shardrt.fully_shard(model).set_keep_unsharded_storage(True)
+    seen: list[int] = []
+    model.register_forward_pre_hook(lambda model, _: seen.append(model.weight.data_ptr()))
+    x = torch.randn(8, 400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    others = []
+    for _ in range(3):
+        torch.testing.assert_close(model(x), whole(x), rtol=1e-6, atol=1e-6)
+        others += [torch.full((400, 40), 7.0, dtype=torch.float64) for _ in range(3)]
+    assert seen == 3 * seen[:1]
+
+
+def without_gradients(model: nn.Module) -> bool:
+    return all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+@on_ranks(1, 2, 3)
+def test_backwards_that_are_finalized_by_hand(world: World, reduce_dtype: torch.dtype | None, wait: bool) -> None:
+    """Nothing is reduced before: not after the last micro-batch, nor at the end of its backward."""
+    tolerance = 1e-12 if reduce_dtype is None else 1e-6
+    policy = shardrt.MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    whole = Skipping().double()
+    model = shard_blocks(copy.deepcopy(whole), mp_policy=policy)
+    model.set_manual_backward_finalization(True)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (whole, model)]
+    for step in range(3):
+        whole.skip = model.skip = step == 1
+        model.set_requires_gradient_sync(False)
+        with buckets_of(context.BUCKET_BYTES if step % 2 else 0):
+            for micro in range(3):
+                x = batch(3 * step + micro)
+                loss_of(whole, x).backward()
+                loss_of(model, x.chunk(world.size)[world.rank]).backward()
+                assert without_gradients(model)
+            model.set_requires_gradient_sync(True)
+            if wait:
+                assert model.finalize_backward() is None
+            else:
+                model.finalize_backward(async_op=True).wait()
+        compare(whole, model, tolerance, f"step {step}")
+        model.finalize_backward()  # nothing is left
+        compare(whole, model, tolerance, f"once more in step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@on_ranks(2, 3)
+def test_what_is_left_to_finalize_backward(world: World) -> None:
+    """Zeros for parameters that some ranks have not used, and groups that lack gradients."""
+    whole = Skipping().double()
+    model = shard_blocks(copy.deepcopy(whole))
+    for m in (whole, model):
+        m.inp.requires_grad_(False)
+        m.blocks[0].requires_grad_(False)  # from here on, the inputs of blocks[1] require no gradients
+    model.set_reduce_scatter_unused_params(True)
+    model.set_manual_backward_finalization(True)
+    sharded = list(model.parameters())
+    for step in range(2):
+        for rank in range(world.size):
+            whole.skip = rank != 0
+            (loss_of(whole, batch(step).chunk(world.size)[rank]) / world.size).backward()
+        model.skip = world.rank != 0
+        with shardrt.unsharded(model):
+            loss_of(model, batch(step).chunk(world.size)[world.rank]).backward()
+            assert all(param.grad is None for param in sharded)
+            model.finalize_backward()
+        compare(whole, model, 1e-12, f"step {step}")
+        whole.zero_grad()
+        model.zero_grad()
+
+
+@on_ranks(2, 3)
+def test_ranks_with_several_backwards_that_are_finalized_once(world: World) -> None:
+    """Inside of `unsharded` ranks run different numbers of backwards; the sum of their gradients is divided by the ranks."""
+    whole = OddMLP().double()
+    model = shard_blocks(copy.deepcopy(whole))
+    model.set_manual_backward_finalization(True)
+    with shardrt.unsharded(model):
+        for rank in range(world.size):
+            for micro in range(rank + 1):
+                (loss_of(whole, batch(10 * rank + micro)) / world.size).backward()
+        for micro in range(world.rank + 1):
+            loss_of(model, batch(10 * world.rank + micro)).backward()
+        model.finalize_backward()
+    compare(whole, model, 1e-12, "summed")
+
+
+@on_ranks(2)
+def test_finalization_by_hand_over_replicas(world: World) -> None:
+    """Without the all-reduce, what is finalized stays within a replica until the next call with it."""
+    whole = OddMLP().double()
+    model = shard_blocks(copy.deepcopy(whole), mesh=shardrt.DeviceMesh(world.comm, (2, 1), ("replicate", "shard")))
+    model.set_manual_backward_finalization(True)
+    for micro in range(2):
+        model.set_requires_gradient_sync(False)
+        loss_of(whole, batch(micro)).backward()
+        loss_of(model, batch(micro).chunk(world.size)[world.rank]).backward()
+        model.set_requires_gradient_sync(True)
+        model.set_requires_all_reduce(micro == 1)
+        model.finalize_backward()
+        assert without_gradients(model) == (micro == 0)
+    compare(whole, model, 1e-12, "reduced")
+
+
+@on_ranks(2)
+def test_finalization_where_it_is_refused(world: World) -> None:
+    model = shard_blocks(OddMLP().double())
+    x = batch(0).chunk(world.size)[world.rank]
+    expected = r"expected a call after the backward, and set_manual_backward_finalization\(True\) before it"
+    model.finalize_backward()  # nothing to do: no forward has run
+    loss_of(model, x).backward()
+    refused(expected, model.finalize_backward, RuntimeError)
+    refused(r"on 'blocks.0'|call it on the root", lambda: model.blocks[0].finalize_backward(), RuntimeError)
+    refused(r"call it on the root", lambda: model.blocks[0].set_manual_backward_finalization(True), RuntimeError)
+    model.set_manual_backward_finalization(True)
+    loss = loss_of(model, x)
+    loss.register_hook(lambda grad: refused(expected, model.finalize_backward, RuntimeError))
+    loss.backward()
+    change = r"before its backward is finalized \(rank [01]\): call it before the first backward, or after"
+    refused(change, lambda: model.set_manual_backward_finalization(False), RuntimeError)
+    model.set_manual_backward_finalization(True)
+    refused(r"not reduced .*, or on the root finalize_backward\(\)", model.float, RuntimeError)
+    model.finalize_backward()
+    model.set_manual_backward_finalization(False)
+    model.set_manual_backward_finalization(True)
+    loss_of(model, x).backward()
+    model.reset_iter_state()
+    model.set_manual_backward_finalization(False)
+    assert without_gradients(model)
 
 
 @on_ranks(2)

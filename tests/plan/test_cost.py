@@ -325,6 +325,9 @@ ATTENTIONS: dict[str, tuple[tuple[Sequence[int], ...], dict[str, Any]]] = {
     "latent and grouped": (((2, 4, 16, 24), (2, 2, 16, 24), (2, 2, 16, 16)), {"enable_gqa": True}),
     "one head": (((2, 4, 16, 8), (2, 1, 16, 8), (2, 1, 16, 8)), {}),
     "no batch": (((4, 16, 8),) * 3, {}),
+    "no batch, mask": (((4, 16, 8),) * 3, {"attn_mask": (4, 1, 16)}),
+    "no batch, mask of a row": (((4, 16, 8),) * 3, {"attn_mask": (16,)}),
+    "no batch, grouped": (((4, 16, 8), (2, 16, 8), (2, 16, 8)), {"enable_gqa": True}),
 }
 
 

@@ -12,6 +12,7 @@ at the bottom of their stacks.
 from __future__ import annotations
 
 import array
+import atexit
 import ctypes
 import functools
 import gc
@@ -335,6 +336,8 @@ if __name__ == "__main__":
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
         signal.signal(number, handler)  # which a shell has a program in the background ignore
     gc.freeze()  # otherwise the first collection of each fork copies all memory
+    if "triton" in sys.modules:  # beside a CUDA build of torch; triton 3.9 reports what is frozen when a fork ends as leaked
+        atexit.register(gc.unfreeze)
     program = serve(sys.argv[1])
     if program is not None:
         importlib.import_module("numpy.random").seed()  # Python's own numbers are seeded anew in each fork

@@ -19,6 +19,7 @@ from ..base.events import Step, during
 from ..base.policy import CustomAllGather, CustomReduceScatter, PrefetchPolicy, RootSettings
 from ..schedule import hooks, moves, registered
 from ..schedule.param_group import GroupSettings, ParamGroup, free_stale
+from ..schedule.runtime import Runtime
 from ..schedule.state_dicts import check_state_dict_options
 
 
@@ -36,6 +37,20 @@ class UnshardHandle:
             if group.ready is not None:
                 group.wait_unsharded()
                 group.visible.expose()
+
+
+class GradientReductionHandle:
+    """Reductions under way: what `finalize_backward(async_op=True)` returns."""
+
+    _runtime: Runtime | None
+
+    def __init__(self, runtime: Runtime | None) -> None:
+        self._runtime = runtime
+
+    def wait(self) -> None:
+        """Let the current stream, where the optimizer runs, see all gradients. No-op the second time."""
+        if self._runtime is not None:
+            self._runtime.settle()
 
 
 class FSDPModule:
@@ -105,10 +120,58 @@ class FSDPModule:
             settings.all_reduce = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """False, if more backwards follow: the end of one does not wait for its last reductions. Holds for the whole root."""
+        """False, if more backwards follow: the end of one does not wait for its last reductions. Holds for the whole root.
+
+        Without effect under `set_manual_backward_finalization`.
+        """
         settings = self.param_group.root.root_settings
         assert settings is not None, "it has no parent"
         settings.is_last_backward = is_last_backward
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """True: backwards are not over before `finalize_backward`, which see. Call it on the root.
+
+        Raises RuntimeError during a backward, and after it until it is finalized.
+        """
+        settings, runtime = self._root_settings("set_manual_backward_finalization"), self.param_group.runtime
+        if enabled != settings.finalizes_by_hand and (in_backward() or (runtime is not None and runtime.is_left)):
+            raise RuntimeError(
+                f"set_manual_backward_finalization({enabled}) on '{self.param_group.name}' before its backward is finalized "
+                f"(rank {self.param_group.mesh.rank}): call it before the first backward, or after finalize_backward()"
+            )
+        settings.finalizes_by_hand = enabled
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce what the backwards since the last call have left, and reshard as the settings say. Collective; on the root.
+
+        With `set_manual_backward_finalization(True)` a backward reduces groups whose gradients it has completed, as ever. What
+        other backwards would do at their end is left to this call: to reduce groups that lack gradients, or zeros for unused
+        parameters, and those that `unsharded` keeps gathered, and to wait. To reduce nothing before, run backwards with
+        `set_requires_gradient_sync(False)` and set True before this call.
+        async_op: do not wait; gradients may be used after the handle's `wait()`. No-op before the first forward.
+        Raises RuntimeError without that setting, and inside of a backward.
+        """
+        settings, group = self._root_settings("finalize_backward"), self.param_group
+        if group.runtime is not None:
+            if not settings.finalizes_by_hand or in_backward():
+                raise RuntimeError(
+                    f"finalize_backward on '{group.name}' (rank {group.mesh.rank}): expected a call after the backward, and "
+                    "set_manual_backward_finalization(True) before it"
+                )
+            group.runtime.finalize_backward()
+        handle = GradientReductionHandle(group.runtime)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Keep the memory of gathered parameters over a reshard (True), so that they have the same addresses ever after.
+
+        Cost: all of that memory. False: the next reshard frees it.
+        """
+        for settings in self._settings(recurse):
+            settings.keep_storage = keep
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Keep parameters gathered between forward and backward (False), or free and gather them again (True)."""

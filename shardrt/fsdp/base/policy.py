@@ -306,6 +306,7 @@ class StepSettings:
     sync_gradients: bool = True
     all_reduce: bool = True  # over the replicas, after the reduce-scatter
     reshard_after_backward: bool = True
+    keep_storage: bool = False  # of gathered parameters, while they are sharded
     unshard_in_backward: bool = True
     divide_factor: float | None = None  # of the summed gradients; None: the number of ranks that are reduced over
     force_sum: bool = False
@@ -326,6 +327,7 @@ class RootSettings:
 
     prefetch: PrefetchPolicy = PrefetchPolicy()
     is_last_backward: bool = True
+    finalizes_by_hand: bool = False  # finalize_backward() ends backwards; then `is_last_backward` has no effect
     post_optim_event: Event | None = None  # holds for one iteration
     stages: Communicator | None = None  # the ranks that have the other stages, if the root is one of a pipeline
 

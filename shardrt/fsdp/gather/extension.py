@@ -309,7 +309,8 @@ class ExtensionGather(Gather):
             stream.wait(self._filled[1])
             return
         for tensor, nbytes in zip(self._made, self._made_nbytes, strict=True):
-            tensor.untyped_storage().resize_(nbytes)
+            if (storage := tensor.untyped_storage()).nbytes() != nbytes:  # else resize_() would move what is kept
+                storage.resize_(nbytes)
         (param,) = self.params
         with torch.no_grad(), preserve_version(param.unsharded):
             self._extension.fsdp_post_all_gather(self._outputs, self._metadata, self._dtypes[0], out=param.unsharded)
@@ -321,7 +322,7 @@ class ExtensionGather(Gather):
             for reader in readers:
                 if reader != filled_on:
                     filled_on.wait(reader.record())
-        for tensor in self._made:
+        for tensor in () if self._settings.keep_storage else self._made:
             tensor.untyped_storage().resize_(0)
         super().release(stream, readers)
 

@@ -95,6 +95,7 @@ class Gather(ABC):
     post_forward_shard: PostForwardShard | None  # what the last forward has kept, if anything
     custom: AllGather | None  # what gathers instead of `comm.all_gather`; written by attach()
     _policies: Policies
+    _settings: StepSettings  # written by attach()
     _buffers: BufferMaker  # written by attach()
     _pool: Pool | None  # written by attach()
     _dtypes: list[torch.dtype]  # in which the parameters are gathered
@@ -186,6 +187,7 @@ class Gather(ABC):
 
         window: an all-gather through a symmetric window, if the group has one.   group: for its name.
         """
+        self._settings = settings
         self.custom = window or settings.all_gather
         self.resident = self.custom is None and self._become_resident()
         self._buffers = BufferMaker(self.mesh.device, context.memory, group)
@@ -210,6 +212,8 @@ class Gather(ABC):
         """Give the buffers up; nothing is gathered at the moment. stream: the gather stream."""
         self.drop_post_forward_shard(stream)
         self._post_forward_shards.clear()
+        if self._pairs:  # attach() has made it; its memory may have been kept
+            stream.submit(self.full.release)
 
     def launch(self, stream: Stream, *, keeps: bool) -> Work:
         """Gather the shards, or the post-forward shards if a forward has left any, into `full`.
@@ -245,13 +249,14 @@ class Gather(ABC):
         """Make the unsharded parameters of what was gathered, on `stream`, the current one; or let it wait if another has."""
 
     def release(self, stream: Stream, readers: Iterable[Stream]) -> None:
-        """Free what was gathered, on the gather stream.
+        """Free what was gathered, on the gather stream. If the settings keep its memory, it may be written again.
 
         Hazard: its readers, the streams on which it was used, may still run: its memory must outlive that.
         """
         for reader in readers:
             stream.wait(reader.record())
-        stream.submit(self.full.release)
+        if not self._settings.keep_storage:
+            stream.submit(self.full.release)
 
     @property
     def is_paused(self) -> bool:

@@ -8,7 +8,7 @@
 | before its outputs' gradients flow | `_pre_backward`  | unshard, wait_unsharded, gather ahead              |
 | a parameter's gradient is ready    | `_on_gradient`   | reduce, if it was the last one                     |
 | its inputs' gradients are ready    | `_post_backward` | reduce (what is left), reshard                     |
-| the backward ends                  | `Runtime._end_backward` | reduce and reshard what is left             |
+| the backward ends                  | `Runtime._end_backward` | reduce and reshard what is left; or `finalize_backward` |
 
 Gradients are watched one by one (`_on_gradient`) only in groups whose modules run on inputs that require no gradient: in the
 others `_post_backward` fires at the same time, and only once. A forward inside a backward is a recomputation (activation

@@ -113,11 +113,13 @@ def _check_between_iterations(group: ParamGroup) -> None:
                 f"'{each.name}' is running (rank {rank}): another dtype or device, by to(), half(), to_empty() "
                 "and the like, comes between iterations; after an exception call reset_iter_state() on the root first"
             )
-        if each.reduction is not None and each.reduction.held is not HeldGrads.NOTHING:
+        is_left = each.runtime is not None and each.runtime.is_left
+        if is_left or (each.reduction is not None and each.reduction.held is not HeldGrads.NOTHING):
             raise RuntimeError(
                 f"'{each.name}' has accumulated gradients that are not reduced (rank {rank}): before another "
                 "dtype or device, by to(), half(), to_empty() and the like, run a backward with "
-                "set_requires_gradient_sync(True) (and set_requires_all_reduce(True)), or reset_iter_state() on the root"
+                "set_requires_gradient_sync(True) (and set_requires_all_reduce(True)), or on the root finalize_backward(), or "
+                "reset_iter_state()"
             )
 
 

@@ -40,6 +40,7 @@ class End(Enum):
     REACHED = auto()  # or there was no backward
     QUEUED = auto()  # autograd will call; or an exception has cut the backward short
     FAILED = auto()
+    LEFT = auto()  # it is left to finalize_backward()
 
 
 class Runtime(context.Context):
@@ -128,7 +129,7 @@ class Runtime(context.Context):
 
     def begin_forward(self) -> None:
         """The root's forward starts."""
-        if self._end is not End.REACHED:
+        if self._end in (End.QUEUED, End.FAILED):
             raise self._did_not_end()
         for group in self.groups:
             registered.check_registered(group, runs=group is self.root)
@@ -227,7 +228,7 @@ class Runtime(context.Context):
         """The first gradient of a backward is ready: have autograd call back at its end."""
         if self._end is End.FAILED:
             raise self._did_not_end()
-        if self._end is End.REACHED:
+        if self._end is not End.QUEUED:
             self._end, self.makes_graph = End.QUEUED, torch.is_grad_enabled()
             self.keeps_gathered |= self.makes_graph
             progress.accumulates = not any(group.settings.sync_gradients for group in self.groups)
@@ -337,17 +338,41 @@ class Runtime(context.Context):
         with during(Step.ROOT_POST_BACKWARD):
             if self.turns is not None:
                 self.turns.end_backward()
-            self._finish_backward()
+            if self._settings.finalizes_by_hand:  # what is due now communicates nothing
+                settings = [(group, group.settings) for group in self.groups]
+                self._finish_backward([group for group, its in settings if not (its.sync_gradients or its.user_has_unsharded)])
+                self._end = End.LEFT
+                return
+            self._finish_backward(self.groups)
+            self._reduced.clear()
+            if self._settings.is_last_backward:
+                self.settle()
         self._end = End.REACHED
 
-    def _finish_backward(self) -> None:
-        self._agree_on_gradients([group for group in self.groups if group.settings.user_has_unsharded])
-        for group in self.groups:
+    @property
+    def is_left(self) -> bool:
+        """Whether a backward has run whose end is left to finalize_backward()."""
+        return self._end is End.LEFT
+
+    def finalize_backward(self) -> None:
+        """Do what the ends of the last backwards have left, but for `settle`. Collective."""
+        if self._end in (End.QUEUED, End.FAILED):
+            raise self._did_not_end()
+        groups = self.groups if self.is_left else []
+        self._end = End.FAILED  # unless all of it returns
+        with during(Step.ROOT_POST_BACKWARD):
+            self._finish_backward(groups)
+            self._reduced.clear()
+        self._end = End.REACHED
+
+    def _finish_backward(self, groups: Sequence[ParamGroup]) -> None:
+        """groups: those whose gradients are due."""
+        self._agree_on_gradients([group for group in groups if group.settings.user_has_unsharded])
+        for group in groups:
             if group.reduction_due(BackwardProgress.BACKWARD_DONE, reduced=group in self._reduced):
                 self.reduce(group)
         if self._to_reduce:
             self._reduce_bucket()
-        self._reduced.clear()
         for group in self.groups:
             if group.reduction is not None:
                 group.reduction.drop_early()
@@ -358,8 +383,6 @@ class Runtime(context.Context):
         self.keeps_gathered = self.makes_graph
         if self._first_written is None:
             self._first_written = self._writes()
-        if self._settings.is_last_backward:
-            self.settle()
 
     def _agree_on_gradients(self, groups: Sequence[ParamGroup]) -> None:
         """Inside of `unsharded`, ranks may use different parameters: give this rank zeros where others have a gradient.
