@@ -37,8 +37,8 @@ With --resume auto, checkpoints are saved in OUT/checkpoints, and the script sta
 The lines of the log from there on are written anew.
 
 With it, under `shardrt.launch --survive`, it goes on within seconds when ranks are lost, from copies in memory, and under
-`--replace` also on as many ranks as before: --batch has to be divisible by the numbers of ranks that may be left. Stages of a
-pipeline do not go on so.
+`--replace` also on as many ranks as before: --batch has to be divisible by the numbers of ranks that may be left. With a rank,
+those leave that have other parts of the same matrices, sequences or experts. Stages of a pipeline do not go on so.
 """
 
 from __future__ import annotations
@@ -109,9 +109,20 @@ def check_alike(options: Options, corpus: Corpus, world: shardrt.World) -> None:
 
 def check_survival(options: Options, world: shardrt.World) -> None:
     """Exit with a usage error if the job is to go on without lost ranks, and cannot. The same on every rank."""
-    if options.pp > 1 and world.settings.survive:
+    if not world.settings.survive:
+        return
+    if options.pp > 1:
         exit_with_usage_error(
             f"--pp {options.pp} under shardrt.launch --survive: a stage is lost with its ranks; start with --restarts instead"
+        )
+    if options.resume == "never":
+        exit_with_usage_error("under shardrt.launch --survive, a loss ends the job without --resume auto: pass it, with --out")
+    if not world.is_newcomer and options.leaving == world.size:
+        sizes = (("tp", options.tp), ("cp", options.cp), ("ep", options.ep))
+        which = " and ".join(f"--{name} {size}" for name, size in sizes if size > 1) or "a job of one rank"
+        exit_with_usage_error(
+            f"{which} under shardrt.launch --survive: with any rank, all {world.size} ranks are lost, since they have parts of "
+            "the same matrices, sequences or experts; start more ranks, or with --restarts instead"
         )
 
 

@@ -24,6 +24,24 @@ def progress(total: int, unit: str) -> Iterator[Callable[[int], object]]:
         yield bar.update
 
 
+def told_each_minute(what: str, total: int, say: Callable[[str], object]) -> Callable[[int], None]:
+    """A function to call with how many bytes were just read. Of what takes longer than a minute, each minute has a line.
+
+    what: is read.   total: bytes, about.   say: takes a line for the user.
+    """
+    start = time.monotonic()
+    done, due = 0, start + _SECONDS
+
+    def tell(nbytes: int) -> None:
+        nonlocal done, due
+        done += nbytes
+        if (now := time.monotonic()) >= due:
+            due = now + _SECONDS
+            say(f"{what}: read {done / 1e9:.2f} of about {total / 1e9:.2f} GB in {now - start:.0f} s")
+
+    return tell
+
+
 def logged_bar(**options: Any) -> Any:
     """A bar of tqdm, on stderr. Where that is no terminal: at most one line a minute, and the last one.
 

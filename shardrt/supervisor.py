@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import fcntl
 import json
 import os
 import shlex
@@ -126,10 +127,17 @@ def _meeting(options: argparse.Namespace, folder: Path) -> Meeting:
 
 
 def _fresh_folder(folders: ExitStack, where: str) -> Path:
-    """A new folder that only this user can enter, until the end."""
-    folder = tempfile.mkdtemp(prefix="shardrt-launch-", dir=where)
-    folders.callback(shutil.rmtree, folder, ignore_errors=True)
-    return Path(folder)
+    """A new folder that only this user can enter, until the end. This process locks it: `stale_files.py` removes others."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix="shardrt-launch-", dir=where))
+        with suppress(FileNotFoundError):  # it was removed before it was locked
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            folders.callback(os.close, lock)
+            with suppress(OSError):  # a file system without locks, where nobody removes it
+                fcntl.flock(lock, fcntl.LOCK_SH)
+            if folder.exists():
+                folders.callback(shutil.rmtree, folder, ignore_errors=True)
+                return folder
 
 
 @contextmanager

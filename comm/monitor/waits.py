@@ -11,6 +11,7 @@ from ..calls import CallList, CollectiveCall, Member, Work
 from ..ending.status_table import WHAT_NBYTES, Operation, StatusEntry
 from ..recorder import is_past
 
+NO_ANSWER = "the store does not answer; one whose requests may take longer needs a larger SHARDRT_TIMEOUT (docs/failures.md)"
 AFTER_EXCEPTION = "agree, after an exception"  # `agree` of all ranks: this one makes no other call before they come there
 
 
@@ -27,6 +28,13 @@ class Wait:
 
     def __str__(self) -> str:
         return f"#{self.number} {self.what} on '{self.comm}'"
+
+
+class StoreWait(Wait):
+    """A request to a store.   what: in words."""
+
+    def __str__(self) -> str:
+        return self.what
 
 
 class Watched:

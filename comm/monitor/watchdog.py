@@ -4,9 +4,10 @@ Each rank writes what it does into the status table (`ending/status_table.py`), 
 operations several times a second. An operation is overdue after SHARDRT_TIMEOUT seconds (600; 0: never), or after a few seconds
 if it waits for a rank that has left its program or whose process has ended, or in a circle for one that waits for this one
 (`circles.py`), or at once if its communicator has an error on the GPU; while all ranks that it waits for work (`activity.py`),
-or wait for ranks that do, only after SHARDRT_PATIENCE (3600). Then the rank raises the alarm in its row. If the operation does
-not come through meanwhile, one of the ranks that raised it writes the report, with the stacks of the ranks of its node
-(`states.py` says which one, and when); each rank writes its flight recorder's dump; the job ends with exit code 17.
+or wait for ranks that do, only after SHARDRT_PATIENCE (3600). A request to a store (`requests.py`) is overdue after
+SHARDRT_TIMEOUT, and counts as work until then. Then the rank raises the alarm in its row. If the operation does not come
+through meanwhile, one of the ranks that raised it writes the report, with the stacks of the ranks of its node (`states.py` says
+which one, and when); each rank writes its flight recorder's dump; the job ends with exit code 17.
 
 A rank that is stopped, or runs C code that holds the GIL, cannot report; other ranks report it, with its stacks
 (`ending/stacks.py`).
@@ -32,6 +33,7 @@ from ..ending.words import name_ranks, still_works
 from ..fingerprint import fingerprint_of
 from ..progress import described, progress
 from ..recorder import Recorder
+from ..requests import requests
 from ..streams import is_capturing, observe
 from .activity import Activity
 from .circles import ADVICE, Callers, chain_of
@@ -42,7 +44,7 @@ from .sidechannel import SideChannel
 from .states import Decision, Move
 from .stragglers import Stragglers
 from .timing import Timing
-from .waits import OverdueWait, Wait, Watched
+from .waits import NO_ANSWER, OverdueWait, StoreWait, Wait, Watched
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -135,7 +137,8 @@ class Watchdog(Hook):
     def under_way(self) -> str:
         """Describe the operations that this rank is in."""
         waits = [wait for watched in list(self._watched.values()) if (wait := watched.wait()) is not None]
-        return " and ".join(map(str, waits)) or self._cut_short or NOTHING
+        asked = requests.advance(0.0)
+        return " and ".join(map(str, [*waits, *([asked] if asked else [])])) or self._cut_short or NOTHING
 
     def share_table(self, guard: RankGuard) -> None:
         """Let the guard of this rank read the status table."""
@@ -211,7 +214,7 @@ class Watchdog(Hook):
     def _overdue(self, elapsed: float) -> OverdueWait | None:
         self._recorder.poll()
         self._activity.tick()
-        overdue, idle, chains, last = None, list[float](), list[int](), None
+        overdue, idle, chains, last = self._late_request(elapsed), list[float](), list[int](), None
         for (comm, _), watched in self._watched.copy().items():  # other threads add to it; list() would fail then
             wait = watched.advance(elapsed)
             if wait is None or overdue is not None:
@@ -235,6 +238,17 @@ class Watchdog(Hook):
             self._activity.idle_s = 0.0
         self._table.set_idle(self._rank, -given if given > 0.0 else max(idle, default=self._activity.idle_s))
         return overdue
+
+    def _late_request(self, elapsed: float) -> OverdueWait | None:
+        """The oldest request to a store, if it takes too long. Until then, whoever waits for this rank knows that it works."""
+        asked = requests.advance(elapsed)
+        if asked is None:
+            return None
+        self._activity.idle_s = 0.0
+        if asked.seconds < self._timing.timeout_s or time.monotonic() < self._given_until:
+            return None
+        wait = StoreWait("", (self._rank,), 0, 0, str(asked), asked.seconds)
+        return OverdueWait(wait, [], lambda: asked.is_under_way)
 
     def _is_in_circle(self, chain: int) -> bool:
         """Whether so many ranks that wait for each other, from this one on, are a circle of ranks."""
@@ -354,6 +368,8 @@ class Watchdog(Hook):
     def _report(self, overdue: OverdueWait | None) -> list[str]:
         assert overdue is not None, "an operation"
         wait, missing = overdue.wait, overdue.missing
+        if isinstance(wait, StoreWait):
+            return [f"{self._reason(overdue)}; ending the job with exit code {EXIT_CODE}", NO_ANSWER]
         present = [rank for rank in wait.ranks if rank not in missing]
         return [
             f"{self._reason(overdue)}; ending the job with exit code {EXIT_CODE}",

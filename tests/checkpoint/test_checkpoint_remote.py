@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import secrets
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from importlib import import_module
@@ -33,6 +36,7 @@ from shardrt.checkpoint.disk.remote_path import remote_path
 from shardrt.checkpoint.disk.storage import storage_of
 from shardrt.checkpoint.formats.dcp.metadata import read_stored
 from shardrt.comm import World
+from shardrt.comm.requests import requests
 
 # Up to torch 2.14 its name is private.
 _PLACES = (f"torch.distributed.checkpoint.{name}" for name in ("fsspec_filesystem", "_fsspec_filesystem"))
@@ -101,7 +105,30 @@ class Counted(MemoryFileSystem):
         return super().cat_ranges(paths, starts, ends, **options)
 
 
-for kind in (Trouble, Counted):
+class Slow(Trouble):
+    """Files of this machine, as slow://, that take `naps[kind]` seconds for each call of a kind."""
+
+    protocol = "slow"
+    naps: ClassVar[dict[str, float]] = {}
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> str:
+        return str(super()._strip_protocol(str(path).removeprefix("slow://")))
+
+    @classmethod
+    def count(cls, kind: str) -> None:
+        time.sleep(cls.naps.get(kind, 0.0))
+
+    def cat_ranges(self, *given: Any, **options: Any) -> Any:
+        self.count("read")
+        return super().cat_ranges(*given, **options)
+
+    def ls(self, path: Any, detail: bool = True, **options: Any) -> Any:
+        self.count("ls")
+        return super().ls(path, detail, **options)
+
+
+for kind in (Trouble, Counted, Slow):
     fsspec.register_implementation(kind.protocol, kind, clobber=True)
 
 
@@ -274,7 +301,7 @@ def test_a_run_keeps_what_is_damaged_and_saves_that_step_again(world: World) -> 
 def test_a_store_that_fails_is_an_error_on_every_rank_and_leaves_no_checkpoint(world: World) -> None:
     last = world.rank == world.size - 1
     state = {"large": torch.ones(3_000_001), "mine": _rows(world), "step": 1}
-    failures = [("write", 0, last), ("write", 2, last), ("mv", 0, True), ("info", 1, world.rank == 0)]
+    failures = [("write", 0, last), ("write", 2, last), ("mv", 0, True), ("info", 0, world.rank == 0)]
     with store(world, "trouble") as url:
         checkpoint.save(f"{url}/step-1", state)
         saves = (lambda url: checkpoint.save(url, state), lambda url: checkpoint.async_save(url, state).wait())
@@ -352,6 +379,113 @@ def test_a_job_that_is_killed_before_metadata_has_its_name_leaves_no_checkpoint(
     assert str(checkpoint.latest(url)) == f"{url}/step-1"
     assert main(["verify", f"{url}/step-1"]) == 0
     assert main(["inspect", f"{url}/step-2"]) == 1
+
+
+SLOW = """
+import os
+import torch, shardrt
+from test_checkpoint_remote import Slow
+from shardrt import checkpoint
+
+world = shardrt.init()
+url, how, naps = os.environ["URL"], os.environ["HOW"], eval(os.environ["NAPS"])
+def state():
+    return {f"{n}": shardrt.distribute_tensor(torch.ones(2, 99999), world.mesh, [shardrt.Shard(0)]) for n in range(6)}
+if how == "load":
+    checkpoint.save(url, state())
+if world.rank == 1 or how == "latest":
+    Slow.naps = naps
+if how == "save":
+    checkpoint.save(url, state())
+elif how == "async_save":
+    saving = checkpoint.async_save(url, state())
+    while not saving.poll():
+        world.barrier()
+elif how == "load":
+    checkpoint.load(url, state())
+else:
+    checkpoint.latest(url)
+print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "naps", "request_", "rank"),
+    [
+        ("save", {"write": 900}, "write 'slow://{}/__1_0.distcp'", "1"),
+        ("async_save", {"write": 900}, "write 'slow://{}/__1_0.distcp'", "1"),
+        ("load", {"read": 900}, "read 'slow://{}/.metadata'", "1"),
+        ("latest", {"ls": 900}, "list 'slow://{}'", "[01]"),  # no rank is in a call
+    ],
+)
+def test_a_store_that_never_answers_ends_the_job(
+    how: str, naps: dict[str, float], request_: str, rank: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "step-1"
+    done = run_script(SLOW, 2, URL=f"slow://{folder}", HOW=how, NAPS=repr(naps), SHARDRT_TIMEOUT="3")
+    assert done.returncode == 17, done.stderr
+    asked = re.escape(f"in a request to a store, to {request_.format(folder)} (limit 3 s, SHARDRT_TIMEOUT); ending the job")
+    assert re.search(rf"rank {rank}: waited \d+ s {asked}", done.stderr), done.stderr
+
+
+@pytest.mark.parametrize(("how", "naps"), [("save", {"write": 0.7}), ("load", {"read": 0.7})])
+def test_a_slow_store_ends_no_job(how: str, naps: dict[str, float], tmp_path: Path) -> None:
+    """It takes longer than SHARDRT_TIMEOUT for all of them, but not for a request."""
+    done = run_script(SLOW, 2, URL=f"slow://{tmp_path}/step-1", HOW=how, NAPS=repr(naps), SHARDRT_TIMEOUT="2")
+    assert (done.returncode, done.stdout.count("done")) == (0, 2), done.stderr
+    assert how == "save" or "for rank 1, which is at work" in done.stderr
+
+
+@on_ranks(1, 2)
+def test_training_waits_for_two_requests_of_an_asynchronous_save(world: World) -> None:
+    """Which also deletes older checkpoints. The rest is asked for by the thread that writes."""
+    under_way, waited = requests.under_way, list[str]()
+
+    def counted(what: str) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            waited.append(what.split()[0])
+        return under_way(what)
+
+    with store(world, "slow") as url, mock.patch.object(requests, "under_way", counted):
+        for step in range(4):
+            waited.clear()
+            Slow.naps = {"write": 0.1, "rm": 0.1, "mv": 0.1}
+            saving = checkpoint.async_save(f"{url}/step-{step}", {"a": torch.ones(3)}, keep=2)
+            while not saving.poll():
+                pass
+            Slow.naps = {}
+            assert waited == (["list", "create"] if world.rank == 0 else [])
+        assert sorted(remote_path(url).sizes()) == ["step-2", "step-3"]
+
+
+@on_ranks(1, 2)
+def test_a_load_that_takes_long_says_how_far_it_is(world: World) -> None:
+    with store(world) as url:
+        values = wholes(4)
+        checkpoint.save(f"{url}/step-1", sharded(world, values))
+        with mock.patch("shardrt.progress._SECONDS", 0.0), mock.patch("shardrt.checkpoint.loading.load.log") as log:
+            checkpoint.load(f"{url}/step-1", empty(world, values))
+        lines = [call.args[1] for call in log.call_args_list]
+        assert bool(lines) == (world.rank == 0)
+        assert all(re.match(rf"load of '{url}/step-1': read 0\.\d\d of about 0\.\d\d GB in 0 s$", line) for line in lines)
+
+
+def test_many_files_are_deleted_and_copied_by_several_requests(tmp_path: Path) -> None:
+    names = [f"__{rank}_0.distcp" for rank in range(70)]
+    folder, copies = (remote_path(f"trouble://{tmp_path}/{name}") for name in ("a", "b"))
+    for path in (folder, copies):
+        path.mkdir()
+    for name in names:
+        (tmp_path / "a" / name).touch()
+    with (
+        mock.patch.object(Trouble, "rm", autospec=True, side_effect=Trouble.rm) as rm,
+        mock.patch.object(Trouble, "copy", autospec=True, side_effect=Trouble.copy) as copy,
+    ):
+        folder.copy(names, copies)
+        folder.unlink(names)
+    assert [len(call.args[1]) for call in rm.call_args_list] == [32, 32, 6]
+    assert [len(call.args[1]) for call in copy.call_args_list] == [32, 32, 6]
+    assert (folder.sizes(), sorted(copies.sizes())) == ({}, sorted(names))
 
 
 @on_ranks(1, 2)

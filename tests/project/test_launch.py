@@ -25,6 +25,7 @@ import pytest
 from ranks import rank_environment, site, wait_for
 from shardrt import launch, stale_files, supervisor
 from shardrt.comm.ending import report
+from shardrt.comm.ending.processes import kill, processes_with
 from shardrt.comm.monitor.exit_handlers import handler_kept
 from shardrt.launch import JobRequest, Launcher, LaunchError, LaunchSite, Mpi
 from slurm import BATCH_FILE, Slurm, copy_batch_file, slurm_environment
@@ -271,6 +272,18 @@ def test_only_folders_whose_mpirun_has_ended_are_removed(shared_memory: Path, tm
         stale_files.remove_stale(tmp_path, shared_memory)
     assert {path.name for path in shared_memory.iterdir()} == {"ompi.1", "ompi.new", "ompi.link", "other"}
     assert (shared_memory / "other" / "hwloc.sm").exists()
+
+
+def test_the_folders_of_other_users_launchers_stay(shared_memory: Path) -> None:
+    """Root could remove them."""
+    if os.geteuid():
+        pytest.skip("only root can give a folder away")
+    for name in ("shardrt-launch-own", "shardrt-launch-others", "other"):
+        (shared_memory / name).mkdir()
+    os.chown(shared_memory / "shardrt-launch-others", 1000, -1)
+    (shared_memory / "shardrt-launch-link").symlink_to(shared_memory / "other")
+    stale_files.remove_folders_of_launchers(shared_memory)
+    assert {path.name for path in shared_memory.iterdir()} == {"shardrt-launch-others", "shardrt-launch-link", "other"}
 
 
 @pytest.mark.mpi
@@ -621,6 +634,37 @@ def test_nothing_stays_of_a_job_whose_supervisor_is_killed(script: Callable[[str
     wait_for(lambda: not any(is_running(path.name.removeprefix("started-")) for path in tmp_path.glob("started-*")))
     assert time.monotonic() < killed + 13
     wait_for(lambda: not any(tmp_path.glob("shardrt-launch-*")))
+
+
+def test_the_folders_of_a_job_all_of_which_is_killed_are_removed(
+    script: Callable[[str], Path], tmp_path: Path, shared_memory: Path
+) -> None:
+    """With the launcher, also the process beside it that would remove them. Those of a running job stay."""
+    options = ["--restarts", "3", "--folder", str(shared_memory)]
+    command = [*SUPERVISE, *options, sys.executable, "-S", str(script(WAITING))]
+    folders = list[set[Path]]()
+
+    def start(kept: str) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "TMPDIR": str(shared_memory), "KEPT": kept}
+        process = subprocess.Popen(command, env=environment, start_new_session=True)
+        wait_for(lambda: len(list(tmp_path.glob("started-*"))) > len(folders))
+        folders.append(set(shared_memory.glob("shardrt-launch-*")).difference(*folders))
+        return process
+
+    with start("no") as killed, start("yes") as running:
+        try:
+            while found := [process for process in processes_with("KEPT", "no") if process.will_run()]:
+                for process in found:
+                    kill(process)
+            killed.wait(DEADLINE_S)
+            assert set(shared_memory.iterdir()) == set().union(*folders)
+            subprocess.run([*FILE, "--clean"], env={**os.environ, "TMPDIR": str(shared_memory)}, check=True)
+            assert set(shared_memory.iterdir()) == folders[1]
+            assert len(folders[1]) == 2
+        finally:
+            running.terminate()
+        assert running.wait(DEADLINE_S) == 30 + signal.SIGTERM
+    assert not list(shared_memory.iterdir())
 
 
 DEAF = """

@@ -348,12 +348,20 @@ def test_options_that_differ_between_ranks(
     assert (message or "") in capfd.readouterr().err
 
 
-def test_stages_do_not_go_on_without_lost_ranks(capfd: pytest.CaptureFixture[str]) -> None:
-    world = cast(World, SimpleNamespace(settings=SimpleNamespace(survive=True)))
-    check_survival(OPTIONS, world)
-    with pytest.raises(SystemExit, match="2"):
-        check_survival(replace(OPTIONS, pp=2), world)
-    assert "--pp 2 under shardrt.launch --survive" in capfd.readouterr().err
+def test_what_cannot_go_on_without_lost_ranks_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    world = cast(World, SimpleNamespace(settings=SimpleNamespace(survive=True), is_newcomer=False, size=4))
+    options = replace(OPTIONS, resume="auto")
+    for fine in (options, replace(options, tp=2), replace(options, experts=4, ep=2, cp=2)):
+        check_survival(fine, world)
+    for changed, message in (
+        (replace(options, pp=2), "--pp 2 under shardrt.launch --survive"),
+        (replace(options, resume="never"), "a loss ends the job without --resume auto"),
+        (replace(options, tp=2, cp=2), "--tp 2 and --cp 2 under shardrt.launch --survive: with any rank, all 4 ranks are lost"),
+        (replace(options, experts=4, ep=4), "--ep 4 under shardrt.launch --survive: with any rank, all 4 ranks are lost"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            check_survival(changed, world)
+        assert message in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])

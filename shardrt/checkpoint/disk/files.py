@@ -18,6 +18,8 @@ from .remote_path import Location
 
 Bytes = bytes | bytearray | memoryview
 
+Told = Callable[[int], object]
+
 METADATA = ".metadata"  # the file that makes a folder a checkpoint
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
@@ -47,6 +49,10 @@ def explained(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
     except OSError as error:
         advice = _ADVICE.get(error.errno or 0, "see the file system's log")
         raise CheckpointError(f"cannot {action} {os.fspath(path)!r}: {error.strerror or error}; {advice}") from error
+
+
+def nobody(nbytes: int) -> None:
+    """Take no notice."""
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -128,7 +134,7 @@ class Writer(AbstractContextManager["Writer"]):
 
 
 class Reader(AbstractContextManager["Reader"]):
-    """One file, read at any place straight into memory. `nbytes` counts what was read.
+    """One file, read at any place straight into memory. `nbytes` counts what was read, and `told` is called with it.
 
     Raises: CheckpointError with the system's reason, or if the file ends before what is asked for.
     """
@@ -138,6 +144,7 @@ class Reader(AbstractContextManager["Reader"]):
     def __init__(self, path: Path) -> None:
         self.path: Location = path
         self.nbytes = 0
+        self.told: Told = nobody
         with explained("open", path):
             self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO would wait for a writer
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):
@@ -148,7 +155,7 @@ class Reader(AbstractContextManager["Reader"]):
         """Fill writable buffers, one after the other, from `offset` on."""
         with explained("read", self.path):
             done = _transfer(os.preadv, self._fd, buffers, offset)
-        self.nbytes += done
+        self._count(done)
         self._check_end(offset, sum(len(buffer) for buffer in buffers), done)
 
     def read(self, offset: int, nbytes: int) -> bytearray:
@@ -158,6 +165,10 @@ class Reader(AbstractContextManager["Reader"]):
         found = bytearray(nbytes)
         self.read_into(offset, [memoryview(found)])
         return found
+
+    def _count(self, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self.told(nbytes)
 
     def _check_end(self, offset: int, wanted: int, found: int) -> None:
         """Raise CheckpointError if fewer bytes were found than wanted."""

@@ -7,10 +7,10 @@ from contextlib import suppress
 from types import TracebackType
 
 from ..errors import CheckpointError
-from .files import Bytes, Reader, Writer, explained
-from .remote_path import RemotePath, as_os_errors
+from .files import Bytes, Reader, Writer, explained, nobody
+from .remote_path import RemotePath, request
 
-_RANGE = 8 << 20  # bytes of each request, if a read makes several at once
+_RANGE = 8 << 20  # bytes of each request, if a read makes several at once, and of each write
 _AHEAD, _MOST_AHEAD = 1 << 20, 1 << 24  # bytes of a block that serves small reads: at first, and at most
 
 
@@ -20,27 +20,28 @@ class RemoteWriter(Writer):
     def __init__(self, path: RemotePath) -> None:
         self.path = path
         self.nbytes = 0
-        with explained("create", path), as_os_errors():
+        with explained("create", path), request("create", path):
             self._file = path.fs.open(path.path, "wb")
 
     def write(self, offset: int, buffers: Sequence[Bytes]) -> None:
-        with explained("write", self.path), as_os_errors():
-            for buffer in (bytes(offset - self.nbytes), *buffers):
-                self._file.write(buffer)
-                self.nbytes += len(buffer)
+        for buffer in (bytes(offset - self.nbytes), *buffers):
+            for start in range(0, len(buffer), _RANGE):
+                with explained("write", self.path), request("write", self.path):
+                    self._file.write(memoryview(buffer)[start : start + _RANGE])
+            self.nbytes += len(buffer)
 
     def flush(self) -> None:
         """Do nothing: `write` has copied all buffers."""
 
     def close(self) -> None:
-        with explained("write", self.path), as_os_errors():
+        with explained("write", self.path), request("write the end of", self.path):
             self._file.close()
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None:
             self.close()
         else:
-            with suppress(Exception):  # an incomplete file, which no checkpoint will refer to
+            with suppress(Exception), request("close", self.path):  # an incomplete file, which no checkpoint will refer to
                 self._file.close()
 
 
@@ -56,6 +57,7 @@ class RemoteReader(Reader):
     def __init__(self, path: RemotePath) -> None:
         self.path: RemotePath = path
         self.nbytes = 0
+        self.told = nobody
         self._fs, self._file = path.fs, path.path
         with explained("open", path):
             self._size = path.size()
@@ -95,10 +97,10 @@ class RemoteReader(Reader):
         """These bytes, in pieces of at most 8 MiB. A store with asynchronous requests fetches all pieces at the same time."""
         starts = list(range(start, stop, _RANGE))
         stops = [min(each + _RANGE, stop) for each in starts]
-        with explained("read", self.path), as_os_errors():
+        with explained("read", self.path), request("read", self.path):
             found: list[bytes] = self._fs.cat_ranges([self._file] * len(starts), starts, stops, on_error="raise")
         nbytes = sum(map(len, found))
-        self.nbytes += nbytes
+        self._count(nbytes)
         if nbytes != stop - start:  # no damage: the file has them, and a run must not put the checkpoint aside
             raise CheckpointError(
                 f"cannot read {self.path.url!r}: the store has answered with {nbytes} of {stop - start} bytes at {start}, of "

@@ -45,11 +45,12 @@ def begin(target: RemotePath, folder: RemotePath) -> RemotePath:
     Raises: CheckpointError if the folder has a checkpoint, or files that no checkpoint has.
     """
     with explained("list", target):
-        has_checkpoint = (target / METADATA).exists()
-    if has_checkpoint:
+        found = target.sizes()
+    if METADATA in found:
         advice = "delete it first, or save under another name"
         raise CheckpointError(f"'{target}' has a checkpoint, which a store cannot replace in one step: {advice}")
-    remove(target)
+    if found:  # Cost: training waits for each request
+        remove(target)
     with explained("create", target):
         target.mkdir()
     return target

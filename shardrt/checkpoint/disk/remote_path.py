@@ -7,20 +7,27 @@ import os
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from ...comm.requests import requests
 from ..errors import CheckpointError
 
+_AT_ONCE = 32  # files of a request
 _ERRNOS = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, NotADirectoryError: errno.ENOTDIR}
 _UNUSABLE = ("*", "?", "[", "::")  # they mean patterns, and several file systems in one URL
 
 
 @contextmanager
-def as_os_errors() -> Iterator[None]:
-    """Turn any error of the `with` block into an OSError with a number and a reason: each store has classes of its own."""
+def request(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """The `with` block is a request to a store, whose time the watchdog limits: it moves few bytes, or asks for few files.
+
+    Any error becomes an OSError with a number and a reason: each store has classes of its own.
+    """
     try:
-        yield
+        with requests.under_way(f"{action} {os.fspath(path)!r}"):
+            yield
     except OSError as error:
         if error.errno is not None:
             raise
@@ -92,7 +99,7 @@ class RemotePath:
 
     def sizes(self) -> dict[str, int]:
         """The names in a folder, each with its bytes if it is a file; empty if there is no such folder."""
-        with as_os_errors():
+        with request("list", self):
             self.fs.invalidate_cache()
             try:
                 found = self.fs.ls(self.path, detail=True)
@@ -103,7 +110,7 @@ class RemotePath:
         return {path.rpartition("/")[2]: size for path, size in paths.items() if path != self.path.rstrip("/")}
 
     def _info(self) -> dict[str, Any]:
-        with as_os_errors():
+        with request("look for", self):
             self.fs.invalidate_cache()
             return dict(self.fs.info(self.path))
 
@@ -111,28 +118,29 @@ class RemotePath:
 
     def mkdir(self) -> None:
         """Make a folder and its parents, in a store that has folders; no error if it is there."""
-        with as_os_errors():
+        with request("create", self):
             self.fs.makedirs(self.path, exist_ok=True)
 
     def rename(self, new: RemotePath) -> None:
         """Move a file. Object stores copy it and then delete it; there, too, the new file appears whole."""
-        with as_os_errors():
+        with request("rename", self):
             self.fs.mv(self.path, new.path)
 
     def copy(self, names: Collection[str], folder: RemotePath) -> None:
         """Copy files of a folder into another one, within the store."""
-        with as_os_errors():
-            self.fs.copy([f"{self.path}/{name}" for name in names], [f"{folder.path}/{name}" for name in names])
+        for some in _batches(names):
+            with request("copy files of", self):
+                self.fs.copy([f"{self.path}/{name}" for name in some], [f"{folder.path}/{name}" for name in some])
 
     def unlink(self, names: Iterable[str]) -> None:
         """Delete files of a folder."""
-        if paths := [f"{self.path}/{name}" for name in names]:
-            with as_os_errors():
-                self.fs.rm(paths)
+        for some in _batches(names):
+            with request("delete files of", self):
+                self.fs.rm([f"{self.path}/{name}" for name in some])
 
     def rmdir(self) -> None:
         """Delete an empty folder, in a store that has folders: in others it is gone already."""
-        with suppress(Exception):
+        with suppress(Exception), request("delete", self):
             self.fs.rmdir(self.path)
 
 
@@ -163,6 +171,12 @@ def remote_path(url: str) -> RemotePath:
             "'s3://bucket/run'"
         ) from error
     return RemotePath(fs, path.rstrip("/"), _trimmed(url))
+
+
+def _batches(names: Iterable[str]) -> Iterator[list[str]]:
+    rest = iter(names)
+    while some := list(islice(rest, _AT_ONCE)):
+        yield some
 
 
 def _trimmed(url: str) -> str:

@@ -18,7 +18,9 @@ from torch.optim import Optimizer
 
 from ...comm import Communicator
 from ...comm.bootstrap import world
+from ...comm.ending.report import log
 from ...comm.fingerprint import printable
+from ...progress import told_each_minute
 from ...tensor.dtensor import DTensor
 from ...tensor.inference_mode import outside_inference_mode
 from ...tensor.snapshots import wait_to_write
@@ -117,8 +119,10 @@ def _load(folder: Folder, state: dict[str, Any], key_map: KeyMap | None, *, stri
         loose = contents.check(strict=strict)
     if bring is not None:
         bring({fetch.chunk.file for fetch in contents.fetches})
+    needed = sum(fetch.memory.numel() * fetch.memory.element_size() for fetch in contents.fetches)
+    say = partial(log, 0) if comm.rank == 0 else _log.debug
     with agreed(comm), torch.no_grad():
-        read = read_all(contents.stored, contents.fetches)
+        read = read_all(contents.stored, contents.fetches, told_each_minute(f"load of '{path}'", needed, say))
     shared = on_any_rank(sorted(read.unverified), comm)
     with agreed(comm), torch.no_grad():
         nbytes = read.nbytes + read_all(contents.stored, _shares(contents, shared)).nbytes
@@ -126,7 +130,6 @@ def _load(folder: Folder, state: dict[str, Any], key_map: KeyMap | None, *, stri
         # Not before every rank has read: a rank must not have values of a checkpoint that another rank found damaged.
         for finish in contents.finish:
             finish()
-        needed = sum(fetch.memory.numel() * fetch.memory.element_size() for fetch in contents.fetches)
         _log.debug("loaded '%s': read %d bytes for %d bytes of tensors (rank %d)", path, nbytes, needed, comm.rank)
     for warning in (*contents.warnings, *([f"{loose}; the rest is loaded"] if loose else [])) if comm.rank == 0 else ():
         _log.warning("load of '%s': %s", path, printable(warning))

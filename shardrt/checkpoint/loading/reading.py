@@ -27,7 +27,7 @@ import torch
 from ...comm import Communicator
 from ...tensor.inference_mode import overwrite
 from ...tensor.placement import Box
-from ..disk.files import Reader, bytes_of
+from ..disk.files import Reader, Told, bytes_of, nobody
 from ..errors import DamagedCheckpointError, shown
 from ..formats.stored import Format, ReadBytes, Stored, StoredChunk, StoredItem, StoredTensor
 from ..formats.torch_file.items import ALIGNMENT, BLOCK
@@ -96,8 +96,8 @@ def fetches(name: str, stored: StoredTensor, target: torch.Tensor) -> list[Fetch
     return found
 
 
-def read_all(stored: Stored, wanted: Iterable[Fetch]) -> Read:
-    """Read everything that is wanted, file by file.
+def read_all(stored: Stored, wanted: Iterable[Fetch], told: Told = nobody) -> Read:
+    """Read everything that is wanted, file by file.   told: is called with how many bytes were just read.
 
     Raises CheckpointError, which names file and tensor, for what is damaged, cut off, of another save, or cannot be read.
     """
@@ -105,6 +105,7 @@ def read_all(stored: Stored, wanted: Iterable[Fetch]) -> Read:
     scratch, total, unverified = cache(_buffer), 0, set[str]()  # the buffers are freed when all is read
     for file, of_file in groupby(ordered, key=lambda fetch: fetch.chunk.file):
         with stored.open(file) as reader:
+            reader.told = told
             reading = _FileReading(stored.format, reader, scratch, unverified)
             is_small = partial(Fetch.is_small, has_checksums=stored.format.has_checksums)
             for small, group in groupby(of_file, key=is_small):
