@@ -129,7 +129,7 @@ def _meeting(options: argparse.Namespace, folder: Path) -> Meeting:
 def _fresh_folder(folders: ExitStack, where: str) -> Path:
     """A new folder that only this user can enter, until the end. This process locks it: `stale_files.py` removes others."""
     while True:
-        folder = Path(tempfile.mkdtemp(prefix="shardrt-launch-", dir=where))
+        folder = Path(tempfile.mkdtemp(prefix="shardrt-launcher-", dir=where))
         with suppress(FileNotFoundError):  # it was removed before it was locked
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             folders.callback(os.close, lock)

@@ -278,12 +278,12 @@ def test_the_folders_of_other_users_launchers_stay(shared_memory: Path) -> None:
     """Root could remove them."""
     if os.geteuid():
         pytest.skip("only root can give a folder away")
-    for name in ("shardrt-launch-own", "shardrt-launch-others", "other"):
+    for name in ("shardrt-launcher-own", "shardrt-launcher-others", "other"):
         (shared_memory / name).mkdir()
-    os.chown(shared_memory / "shardrt-launch-others", 1000, -1)
-    (shared_memory / "shardrt-launch-link").symlink_to(shared_memory / "other")
+    os.chown(shared_memory / "shardrt-launcher-others", 1000, -1)
+    (shared_memory / "shardrt-launcher-link").symlink_to(shared_memory / "other")
     stale_files.remove_folders_of_launchers(shared_memory)
-    assert {path.name for path in shared_memory.iterdir()} == {"shardrt-launch-others", "shardrt-launch-link", "other"}
+    assert {path.name for path in shared_memory.iterdir()} == {"shardrt-launcher-others", "shardrt-launcher-link", "other"}
 
 
 @pytest.mark.mpi
@@ -620,7 +620,7 @@ def test_a_job_that_was_told_to_end_is_not_started_again(
         assert process.wait(DEADLINE_S) == (-signal.SIGKILL if received is None else 30 + received)
     wait_for(lambda: not any(is_running(path.name.removeprefix("started-")) for path in tmp_path.glob("started-*")))
     assert len(list(tmp_path.glob("started-*"))) == 1
-    wait_for(lambda: not any(tmp_path.glob("shardrt-launch-*")))
+    wait_for(lambda: not any(tmp_path.glob("shardrt-launcher-*")))
 
 
 def test_nothing_stays_of_a_job_whose_supervisor_is_killed(script: Callable[[str], Path], tmp_path: Path) -> None:
@@ -633,7 +633,7 @@ def test_nothing_stays_of_a_job_whose_supervisor_is_killed(script: Callable[[str
     killed = time.monotonic()
     wait_for(lambda: not any(is_running(path.name.removeprefix("started-")) for path in tmp_path.glob("started-*")))
     assert time.monotonic() < killed + 13
-    wait_for(lambda: not any(tmp_path.glob("shardrt-launch-*")))
+    wait_for(lambda: not any(tmp_path.glob("shardrt-launcher-*")))
 
 
 def test_the_folders_of_a_job_all_of_which_is_killed_are_removed(
@@ -648,7 +648,7 @@ def test_the_folders_of_a_job_all_of_which_is_killed_are_removed(
         environment = {**os.environ, "TMPDIR": str(shared_memory), "KEPT": kept}
         process = subprocess.Popen(command, env=environment, start_new_session=True)
         wait_for(lambda: len(list(tmp_path.glob("started-*"))) > len(folders))
-        folders.append(set(shared_memory.glob("shardrt-launch-*")).difference(*folders))
+        folders.append(set(shared_memory.glob("shardrt-launcher-*")).difference(*folders))
         return process
 
     with start("no") as killed, start("yes") as running:
@@ -797,7 +797,7 @@ def test_a_job_that_a_supervised_one_submits_is_supervised_as_well(script: Calla
     failing = script("import os, sys; print(os.environ['SHARDRT_PROGRESS']); sys.exit(1)")
     environment = {**rank_environment(), "SHARDRT_PROGRESS": "/of/another"}
     done = run(*FILE, "--launcher", "mpirun", "--restarts", "0", "-n", "1", failing, environment=environment)
-    assert done.stdout.startswith(f"{tempfile.gettempdir()}/shardrt-launch-"), done.stdout
+    assert done.stdout.startswith(f"{tempfile.gettempdir()}/shardrt-launcher-"), done.stdout
     assert "not started again, after 0 restarts" in done.stderr
 
 
