@@ -78,7 +78,7 @@ ON_STAND_IN = ("tests/gpu/test_fake_cuda.py", "tests/fsdp/test_evaluation.py", "
 CANNOT_WRITE = {
     errno.EROFS: "run it in a copy of the checkout that can be written to",
     errno.EACCES: "run it in a copy of the checkout that is yours",
-    errno.ENOSPC: "free some space (a set-up needs about 3 GB), and run it again",
+    errno.ENOSPC: "free some space (a set-up needs 1 to 3 GB, and 4 more where torch is a CUDA build), and run it again",
 }
 FULL = 64 << 20  # bytes that are left where a program could not write
 

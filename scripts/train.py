@@ -113,16 +113,17 @@ def check_survival(options: Options, world: shardrt.World) -> None:
         return
     if options.pp > 1:
         exit_with_usage_error(
-            f"--pp {options.pp} under shardrt.launch --survive: a stage is lost with its ranks; start with --restarts instead"
+            f"--pp {options.pp} under shardrt.launch --survive: a stage is lost with its ranks; use --restarts instead"
         )
     if options.resume == "never":
         exit_with_usage_error("under shardrt.launch --survive, a loss ends the job without --resume auto: pass it, with --out")
     if not world.is_newcomer and options.leaving == world.size:
         sizes = (("tp", options.tp), ("cp", options.cp), ("ep", options.ep))
-        which = " and ".join(f"--{name} {size}" for name, size in sizes if size > 1) or "a job of one rank"
+        which = " and ".join(f"--{name} {size}" for name, size in sizes if size > 1)
+        why = f"with any rank, all {world.size} are lost, since they have parts of the same matrices, sequences or experts"
         exit_with_usage_error(
-            f"{which} under shardrt.launch --survive: with any rank, all {world.size} ranks are lost, since they have parts of "
-            "the same matrices, sequences or experts; start more ranks, or with --restarts instead"
+            f"{which or '-n 1'} under shardrt.launch --survive: {why if which else 'no rank would be left'}; start more ranks, "
+            "or use --restarts instead"
         )
 
 

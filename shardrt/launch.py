@@ -493,7 +493,7 @@ def _about(job: JobRequest, site: LaunchSite) -> str:
     python = f"Python {'.'.join(map(str, sys.version_info[:3]))} at {sys.executable}"
     versions = f"shardrt {_version()} at {Path(__file__).parent}, {python}, {site.mpi.value} at {site.executable}"
     program = shlex.join(job.program[job.program.index("--start") + 2 :])
-    return json.dumps({"job": f"-n {job.ranks} {program} on {job.nodes} nodes", "versions": versions})
+    return json.dumps({"job": f"-n {job.ranks} {program} on {job.nodes} nodes, of user {os.getuid()}", "versions": versions})
 
 
 def _job(options: argparse.Namespace, site: LaunchSite, rendezvous: Rendezvous | None = None) -> JobRequest:
@@ -521,6 +521,8 @@ def _job(options: argparse.Namespace, site: LaunchSite, rendezvous: Rendezvous |
     nodes = 1 if rendezvous is None else rendezvous.nodes
     if nodes > 1 and site.launcher is not Launcher.MPIRUN:
         raise LaunchError("--nnodes: found srun, which starts all nodes itself; pass --launcher mpirun, or leave out --nnodes")
+    if nodes > 1 and options.survive:
+        raise LaunchError("--survive: a job with a launcher on each node ends with each of them; use --hosts, or --restarts")
     if nodes > ranks:
         raise LaunchError(f"--nnodes {nodes}: expected at least as many ranks, found -n {ranks}")
     return JobRequest(

@@ -125,7 +125,7 @@ class Meeting:
         self._asked: dict[int, tuple[int, socket.socket]] = {}
         self._processes = 0
         self._strangers = set[str]()
-        self.addresses: list[str] = []  # of all nodes, since they were here: this one has that which the others see
+        self.addresses: list[str] = []  # of all nodes, since they were here; of this one, where the others reach it
 
     @property
     def missing(self) -> list[int]:
@@ -205,7 +205,7 @@ class Meeting:
     def _start(self, shell: socket.socket) -> None:
         """Start what remote_shell.py asks for, which it says as soon as it has connected."""
         shell.settimeout(_ASKING_S)
-        with suppress(OSError, ValueError):  # it was killed
+        with suppress(OSError, ValueError):  # it was killed, or asks for no node of this job
             asked = json.loads(shell.makefile().readline())
             host = asked["host"]
             node = int(host.removeprefix("node")) if host.startswith("node") else self.addresses.index(host)

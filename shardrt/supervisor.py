@@ -36,6 +36,7 @@ import ctypes
 import fcntl
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -120,6 +121,8 @@ def prepare() -> None:
 
 def _meeting(options: argparse.Namespace, folder: Path) -> Meeting:
     """The launchers of the other nodes, and the program that mpirun calls in the place of ssh, in the folder."""
+    if _takes_addresses(options) and re.search(r"[\s:]", str(folder)):
+        raise Refused(f"Open MPI starts no program in {folder}: let TMPDIR name a folder without blanks and colons")
     shell = [*options.remote_shell, str(Path(__file__).with_name("remote_shell.py"))]
     (folder / "ssh").write_text(f'#!/bin/sh\nexec {shlex.join(shell)} "$@"\n')
     (folder / "ssh").chmod(0o700)
@@ -254,14 +257,21 @@ def gather(meeting: Meeting, options: argparse.Namespace) -> int | None:
     """Wait until the launchers of all nodes are here; returns the exit code if they are not: there is no job."""
     try:
         info = meeting.gather(options.join_timeout, partial(signal.sigtimedwait, PASSED_ON))
-        if info is None and options.ends is Ends.STAND_IN and len(set(meeting.addresses)) < options.nodes:
-            found = f"Open MPI knows nodes by their addresses, of which some are equal: {', '.join(meeting.addresses)}"
-            raise Refused(f"{found}; start one launcher on each machine, or use MPICH")
+        found = meeting.addresses
+        own = {address for address in found if re.fullmatch(r"[\d.]+", address)}
+        if _takes_addresses(options) and len(own) < len(found):
+            wanted = "Open MPI knows each node by an IPv4 address of its own"
+            raise Refused(f"{wanted}, found {', '.join(found)}; start one launcher on each machine, or use MPICH")
     except Refused as error:
         meeting.refuse(str(error))
         report(str(error))
         return USAGE_ERROR
     return None if info is None else 128 + info.si_signo
+
+
+def _takes_addresses(options: argparse.Namespace) -> bool:
+    """Whether mpirun is given the nodes' addresses, as Open MPI's is."""
+    return any("{nodes[1]}" in word for word in options.meet)
 
 
 def _line(options: argparse.Namespace, meeting: Meeting | None, folder: Path) -> list[str]:

@@ -10,7 +10,7 @@ import argparse
 import ctypes
 import json
 import os
-import re
+import pwd
 import shlex
 import signal
 import socket
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -142,10 +143,8 @@ class Started:
 
     def run(self, number: int, command: str) -> None:
         """Let a shell run a command. A terminal's Ctrl-C is no signal for it."""
-        # MPICH's is one program; Open MPI's sets variables, then starts one.
-        line = ["/bin/sh", "-c", command if re.match(r"\w+=", command) else f"exec {command}"]
         self._processes[number] = subprocess.Popen(
-            line, stdin=subprocess.DEVNULL, preexec_fn=_before_exec, start_new_session=True
+            [_shell(), "-c", command], stdin=subprocess.DEVNULL, preexec_fn=_before_exec, start_new_session=True
         )
 
     def tell_ends(self) -> None:
@@ -161,6 +160,15 @@ class Started:
             process.terminate()
         self._processes.clear()
         end_orphans()
+
+
+def _shell() -> str:
+    """The user's login shell if it is a C shell, for which Open MPI's mpirun then writes; else one that takes the rest."""
+    with suppress(KeyError):  # in a container, a user may have no name
+        login = pwd.getpwuid(os.getuid()).pw_shell
+        if Path(login).name in ("csh", "tcsh"):
+            return login
+    return "/bin/sh"
 
 
 def _before_exec() -> None:

@@ -151,8 +151,8 @@ class Accelerator(accelerate.Accelerator):
         """No-op where batches are even, as by default. Raises ValueError where they may not be."""
         if self.num_processes > 1 and not (self.even_batches and even_batches in (None, True)):
             raise ValueError(
-                f"join_uneven_inputs on rank {self.process_index}: ranks run as many steps each; leave even_batches=True, or "
-                "give the data loader drop_last=True, and leave the call out"
+                f"join_uneven_inputs on rank {self.process_index}: all ranks have to run the same number of steps; leave the "
+                "call out, and even_batches=True, or give the data loader drop_last=True"
             )
         return nullcontext()
 

@@ -70,12 +70,14 @@ class FusedAttention:
             scale, width = scale or query.shape[-1] ** -0.5, value.shape[-1]
             padded = (F.pad(each, (0, -width % _PADDED)) if width % _PADDED else each for each in (query, key, value))
             return kernel(*padded, dropout_p, is_causal, scale=scale)[0][..., :width]
+        shape = *query.shape[:-1], value.shape[-1]
+        if kernel is _HOST:
+            query, key, value = map(_batched, (query, key, value))
+            mask = None if mask is None else _batched(mask)
         if enable_gqa:  # of the fused kernels, FlashAttention alone takes fewer heads as they are
             key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
         if kernel is _HOST:
-            given = [each if each is None else _batched(each) for each in (query, key, value, mask)]
-            out = kernel(*given[:3], dropout_p, is_causal, attn_mask=given[3], scale=scale)[0]
-            return out if query.dim() == out.dim() else out.squeeze(0)
+            return kernel(query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale)[0].view(shape)
         needs_grad = query.requires_grad or key.requires_grad or value.requires_grad
         return kernel(query, key, value, mask, needs_grad, dropout_p, is_causal, scale=scale)[0]
 

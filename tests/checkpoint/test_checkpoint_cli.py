@@ -269,6 +269,7 @@ def test_errors_are_one_line(stock: Path, tmp_path: Path, capsys: pytest.Capture
         ("inspect", tmp_path / "no"): "is no checkpoint",
         ("inspect", tmp_path / "run"): "the newest checkpoint in it is '.*run/step-3'",
         ("verify", tmp_path / "no"): r"\.metadata",
+        ("verify", tmp_path / "saved.pt"): r"\.metadata: .*; a folder is a checkpoint once its save has ended",
         ("verify", tmp_path / "run"): "the newest in '.*run' is '.*run/step-3'",
         ("inspect", tmp_path / "cut.pt"): "no zip archive ends here",
         ("inspect", tmp_path / "cut.safetensors"): "cut.safetensors",

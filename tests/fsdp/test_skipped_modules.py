@@ -262,7 +262,7 @@ def test_unequal_numbers_of_micro_batches(world: World, kind: str, bucket: int) 
             optimizer.zero_grad()
         with pytest.raises(MismatchError, match="added to earlier ones") as caught:
             loss_of(model, batch(1)).backward()
-    assert "each step has as many micro-batches on every rank" in str(caught.value)
+    assert "run the same number of micro-batches on every rank in each step" in str(caught.value)
 
 
 @pytest.mark.parametrize("bucket", [0, 1 << 20])

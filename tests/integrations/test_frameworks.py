@@ -245,7 +245,7 @@ def accumulate_with_accelerate(world: World, accelerator: Any, model: nn.Module,
     model.zero_grad()
     with accelerator.join_uneven_inputs([model]):
         pass
-    with pytest.raises(ValueError, match=rf"join_uneven_inputs on rank {world.rank}: ranks run as many steps each"):
+    with pytest.raises(ValueError, match=rf"join_uneven_inputs on rank {world.rank}: all ranks have to run the same number"):
         accelerator.join_uneven_inputs([model], even_batches=False)
 
 

@@ -328,6 +328,7 @@ ATTENTIONS: dict[str, tuple[tuple[Sequence[int], ...], dict[str, Any]]] = {
     "no batch, mask": (((4, 16, 8),) * 3, {"attn_mask": (4, 1, 16)}),
     "no batch, mask of a row": (((4, 16, 8),) * 3, {"attn_mask": (16,)}),
     "no batch, grouped": (((4, 16, 8), (2, 16, 8), (2, 16, 8)), {"enable_gqa": True}),
+    "no batch, grouped, rectangle": (((4, 16, 8), (2, 8, 8), (2, 8, 8)), {"enable_gqa": True}),
 }
 
 

@@ -5,6 +5,7 @@ All nodes are on one machine; under Open MPI, which tells them by their addresse
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import subprocess
@@ -90,9 +91,11 @@ def launcher(line: list[str], *program: object, **variables: str) -> Iterator[su
             started.kill()
 
 
-def node(number: int, nodes: int, place: Place, ranks: int = 4, launch: str = launch.__file__) -> list[str]:
+def node(
+    number: int, nodes: int, place: Place, ranks: int = 4, launch: str = launch.__file__, prepare: str = "true"
+) -> list[str]:
     """The command line of a launcher, without the program."""
-    where = on_machine(place.machines[number]) if place.machines else []
+    where = on_machine(place.machines[number], prepare) if place.machines else []
     rendezvous = ["--nnodes", str(nodes), "--node-rank", str(number), "--rendezvous", f"{place.address}:{place.port}"]
     return [*where, sys.executable, launch, *rendezvous, "-n", str(ranks)]
 
@@ -257,6 +260,20 @@ def test_strangers_and_other_jobs_are_dropped(script: Script, place: Place) -> N
 
 
 @pytest.mark.mpi
+def test_a_login_shell_for_which_open_mpi_writes_otherwise(script: Script, place: Place, tmp_path: Path) -> None:
+    """It reads the user's profile for sh, which is no single program."""
+    if site().mpi is Mpi.MPICH:
+        pytest.skip("MPICH's mpirun knows no login shells")
+    (tmp_path / "passwd").write_text(re.sub(r"^(root:.*:).*$", r"\1/bin/sh", Path("/etc/passwd").read_text(), flags=re.M))
+    program, has_sh = script(PLACES), f"mount --bind {tmp_path}/passwd /etc/passwd"
+    with (
+        launcher(node(0, 2, place, prepare=has_sh), program) as first,
+        launcher(node(1, 2, place, prepare=has_sh), program) as second,
+    ):
+        assert [(code, len(out.splitlines())) for code, out, _ in ended(first, second)] == [(0, 4), (0, 0)]
+
+
+@pytest.mark.mpi
 def test_open_mpi_wants_an_address_for_each_node(script: Script, place: Place) -> None:
     if site().mpi is Mpi.MPICH:
         pytest.skip("MPICH takes any number of nodes at one address")
@@ -265,7 +282,7 @@ def test_open_mpi_wants_an_address_for_each_node(script: Script, place: Place) -
         results = ended(first, second)
     for code, _, err in results:
         assert code == 2
-        assert "Open MPI knows nodes by their addresses, of which some are equal: 127.0.0.1, 127.0.0.1" in err
+        assert "Open MPI knows each node by an IPv4 address of its own, found 127.0.0.1, 127.0.0.1" in err
 
 
 def _says_something(port: int, data: bytes) -> bool:

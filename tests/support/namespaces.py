@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-_ENTER = "hostname {name}; mount -t tmpfs none /dev/shm; exec"
+_ENTER = 'hostname {name}; mount -t tmpfs none /dev/shm; {prepare}; exec "$@"'
 
 
 def _ip(*arguments: str) -> None:
@@ -42,6 +42,10 @@ def machines(count: int) -> Iterator[list[str]]:
         yield names
 
 
-def on_machine(name: str) -> list[str]:
-    """What a command line begins with that is to run on a machine: this process becomes that of the command."""
-    return ["ip", "netns", "exec", name, "unshare", "--uts", "--mount", "sh", "-c", f'{_ENTER.format(name=name)} "$@"', "sh"]
+def on_machine(name: str, prepare: str = "true") -> list[str]:
+    """What a command line begins with that is to run on a machine: this process becomes that of the command.
+
+    prepare: a command of the shell before it, such as a mount, which this machine alone sees.
+    """
+    enter = _ENTER.format(name=name, prepare=prepare)
+    return ["ip", "netns", "exec", name, "unshare", "--uts", "--mount", "sh", "-c", enter, "sh"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,8 @@ def open_checkpoint(path: Location) -> Checkpoint:
         return StoredCheckpoint(safetensors.read_stored(path)) if path.suffix == SUFFIX else TorchCheckpoint(path)
     if (path / SINGLE_NAME).is_file() or (path / INDEX_NAME).is_file():
         return StoredCheckpoint(safetensors.read_stored(path))
-    newest = latest(path)
+    newest = None
+    with suppress(OSError):
+        newest = latest(path)
     inside = "" if newest is None else f"; the newest checkpoint in it is '{newest}'"
     raise CheckpointError(f"'{path}' is no checkpoint: it has no {METADATA}, {SINGLE_NAME} or {INDEX_NAME}{inside}")

@@ -49,8 +49,9 @@ class GradientReductionHandle:
 
     def wait(self) -> None:
         """Let the current stream, where the optimizer runs, see all gradients. No-op the second time."""
-        if self._runtime is not None:
-            self._runtime.settle()
+        runtime, self._runtime = self._runtime, None
+        if runtime is not None:
+            runtime.settle()
 
 
 class FSDPModule:
@@ -146,7 +147,8 @@ class FSDPModule:
 
         With `set_manual_backward_finalization(True)` a backward reduces groups whose gradients it has completed, as ever. What
         other backwards would do at their end is left to this call: to reduce groups that lack gradients, or zeros for unused
-        parameters, and those that `unsharded` keeps gathered, and to wait. To reduce nothing before, run backwards with
+        parameters (but for modules that ranks may skip), and those that `unsharded` keeps gathered, where each rank has run at
+        least one backward, and to wait. To reduce nothing before, run backwards with
         `set_requires_gradient_sync(False)` and set True before this call.
         async_op: do not wait; gradients may be used after the handle's `wait()`. No-op before the first forward.
         Raises RuntimeError without that setting, and inside of a backward.

@@ -56,7 +56,8 @@ if TYPE_CHECKING:  # a group and its runtime refer to each other
 
 _ADVICE = (
     "where ranks leave out modules or parameters on purpose, let the others have zeros for their gradients: see "
-    "set_reduce_scatter_unused_params(True, skipped_modules=True); each step has as many micro-batches on every rank"
+    "set_reduce_scatter_unused_params(True, skipped_modules=True); "
+    "run the same number of micro-batches on every rank in each step"
 )
 _made: WeakKeyDictionary[Communicator, int] = WeakKeyDictionary()  # how many groups were made on a communicator
 

@@ -9,6 +9,7 @@ import errno
 import os
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +67,9 @@ def read_stored(folder: str | os.PathLike[str]) -> Stored:
                 return _by_index(source, *index)
             return stored_in(source.read(0, source.nbytes), path)
     except OSError as error:
-        newest = latest(folder) if isinstance(error, FileNotFoundError) else None
+        newest = None
+        with suppress(OSError, CheckpointError):
+            newest = latest(folder)
         words = f"a folder is a checkpoint once its save has ended and '{METADATA}' is in it"
         words += "" if newest is None else f"; the newest in '{os.fspath(folder)}' is '{newest}'"
         raise CheckpointError(f"{path}: {error.strerror or error}; {words}") from error
