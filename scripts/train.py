@@ -120,7 +120,7 @@ def check_survival(options: Options, world: shardrt.World) -> None:
     if not world.is_newcomer and options.leaving == world.size:
         sizes = (("tp", options.tp), ("cp", options.cp), ("ep", options.ep))
         which = " and ".join(f"--{name} {size}" for name, size in sizes if size > 1)
-        why = f"with any rank, all {world.size} are lost, since they have parts of the same matrices, sequences or experts"
+        why = f"with any rank, all {world.size} ranks are lost, since they share matrices, sequences or experts"
         exit_with_usage_error(
             f"{which or '-n 1'} under shardrt.launch --survive: {why if which else 'no rank would be left'}; start more ranks, "
             "or use --restarts instead"
