@@ -22,7 +22,7 @@ import pytest
 from namespaces import machines, on_machine
 from ranks import rank_environment, site, wait_for
 from shardrt import launch
-from shardrt.launch import LaunchError, Mpi
+from shardrt.launch import Launcher, LaunchError, Mpi
 
 LAUNCH = [sys.executable, str(Path(launch.__file__))]
 DEADLINE_S = 90.0
@@ -327,6 +327,22 @@ def test_bad_options(arguments: list[str], variables: dict[str, str], message: s
     options = launch._parser().parse_args([*arguments, "-n", "4", "program"])
     with pytest.raises(LaunchError, match=message):
         launch._rendezvous(options, variables)
+
+
+@pytest.mark.parametrize(
+    ("mpi", "launcher", "arguments", "message"),
+    [
+        (Mpi.MPICH, Launcher.SRUN, [], "found srun, which starts all nodes itself"),
+        (Mpi.OPEN_MPI, Launcher.MPIRUN, ["--survive"], "a job with a launcher on each node ends with each of them"),
+        (Mpi.OPEN_MPI, Launcher.MPIRUN, ["--replace"], "a job with a launcher on each node ends with each of them"),
+        (Mpi.MPICH, Launcher.MPIRUN, ["-n", "1"], "expected at least as many ranks, found -n 1"),
+    ],
+)
+def test_jobs_that_no_launchers_of_nodes_can_start(mpi: Mpi, launcher: Launcher, arguments: list[str], message: str) -> None:
+    options = launch._parser().parse_args(["-n", "4", *arguments, __file__])
+    where = launch.LaunchSite(mpi, launcher, "/bin/mpirun", 8, False, {})
+    with pytest.raises(LaunchError, match=message):
+        launch._job(options, where, launch.Rendezvous(2, 0, "a:1", 1.0))
 
 
 def test_no_rendezvous() -> None:

@@ -338,7 +338,7 @@ class Runtime(context.Context):
         with during(Step.ROOT_POST_BACKWARD):
             if self.turns is not None:
                 self.turns.end_backward()
-            if self._settings.finalizes_by_hand:  # what is due now communicates nothing
+            if self._settings.finalizes_by_hand:  # these are not reduced: what is due of them stays on this rank
                 settings = [(group, group.settings) for group in self.groups]
                 self._finish_backward([group for group, its in settings if not (its.sync_gradients or its.user_has_unsharded)])
                 self._end = End.LEFT
