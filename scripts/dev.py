@@ -4,12 +4,14 @@
     python3 scripts/dev.py test [arguments of pytest]                  lint, types, imports, docs and tests, also under Open MPI
     python3 scripts/dev.py test --all                                  the same, with the large tests and the CUDA stand-in
     python3 scripts/dev.py test --changed [REVISION]                   the checks, and the tests that a change can reach
+    python3 scripts/dev.py check                                       yes or no, in two minutes
     python3 scripts/dev.py setup                                       the environment of the tests alone
 
-`test` is for every change. `test --all` adds the tests marked `all` (2**31 elements, two billion parameters, inductor, network
-namespaces, a requeue under Slurm, a download of torch, NVRTC for every architecture), ten times the examples of each property,
-tests on a stand-in for CUDA, for which it sets up .venv-cuda, and some with the oldest and the newest torch, for which it sets
-up .venv-oldest and .venv-newest: 5 GB each. `test --changed` runs the tests that depend on a file that differs from a revision
+`check` runs lint, types, imports, the tests that start no process, and a job of training on two ranks. `test` is for every
+change. `test --all` adds the tests marked `all` (2**31 elements, two billion parameters, inductor, network namespaces, a
+requeue under Slurm, a download of torch, NVRTC for every architecture), ten times the examples of each property, tests on a
+stand-in for CUDA, for which it sets up .venv-cuda, and some with the oldest and the newest torch, for which it sets up
+.venv-oldest and .venv-newest: 5 GB each. `test --changed` runs the tests that depend on a file that differs from a revision
 of git, or from the last commit. With other arguments, pytest runs in one process.
 
 The first `train` sets up .venv with what training needs: torch, MPICH, matplotlib and tqdm. `test` and `setup` add what the
@@ -33,11 +35,13 @@ import fcntl
 import hashlib
 import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
+import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -127,7 +131,7 @@ NEWEST = Venv(ROOT / ".venv-newest", "mpich", beneath=MPICH, torch="2.15.0")
 def main(arguments: list[str]) -> int:
     """Run one command. It passes the rest of the command line to the program that it starts."""
     commands: dict[str, Callable[[list[str]], int]]
-    commands = {"train": train, "test": test, "setup": lambda _: 0}
+    commands = {"train": train, "test": test, "check": check, "setup": lambda _: 0}
     if not arguments or arguments[0] not in commands:
         asked = arguments[:1] in (["-h"], ["--help"])
         print(__doc__, file=sys.stdout if asked else sys.stderr)
@@ -143,10 +147,16 @@ def train(arguments: list[str]) -> int:
         if not arguments[1:] or not arguments[1].isdecimal() or int(arguments[1]) < 1:
             fail("train -n: expected a number of ranks, as in: train -n 4 --steps 100")
         ranks, arguments = arguments[1], arguments[2:]
-    # As a file, not as a module: the package would import torch first.
-    launch = [str(MPICH.python), "-P", str(ROOT / "shardrt" / "launch.py"), "--launcher", "mpirun", "-n", ranks]
+    launch = [str(MPICH.python), *training(ranks, arguments)]
     sys.stdout.flush()
-    os.execve(launch[0], [*launch, str(ROOT / "scripts" / "train.py"), *arguments], environment(MPICH))
+    os.execve(launch[0], launch, environment(MPICH))
+
+
+def training(ranks: str, arguments: list[str]) -> list[str]:
+    """The arguments of Python that start scripts/train.py under mpirun."""
+    # As a file, not as a module: the package would import torch first.
+    launch = ["-P", str(ROOT / "shardrt" / "launch.py"), "--launcher", "mpirun", "-n", ranks]
+    return [*launch, str(ROOT / "scripts" / "train.py"), *arguments]
 
 
 @dataclass(frozen=True)
@@ -184,6 +194,23 @@ def test(arguments: list[str]) -> int:
         outcomes += checks.result()
     finally:
         beside.shutdown(wait=False, cancel_futures=True)
+    return summary(outcomes)
+
+
+def check(arguments: list[str]) -> int:
+    """Run what takes no ranks, and one job on two ranks."""
+    if arguments:
+        fail(f"check: expected no arguments, found {shlex.join(arguments)}: test takes those of pytest")
+    with ThreadPoolExecutor(1) as beside, tempfile.TemporaryDirectory() as folder:
+        checks = beside.submit(run_checks, without=("docs", "mypy (3.13)"))
+        outcomes = [run_step("pytest", lambda: run(MPICH, "pytest", *SIDE_BY_SIDE, "--no-processes", "-q"))]
+        job = training("2", ["--steps", "20", "--eval-batches", "1", "--out", folder])
+        outcomes += [run_check("train", job), *checks.result()]
+    return summary(outcomes)
+
+
+def summary(outcomes: list[Outcome]) -> int:
+    """Print what steps have kept, and how each ended. Returns the exit code."""
     for done in outcomes:
         if done.output:
             print(f"--- {done.name}", done.output, sep="\n", end="", flush=True)
@@ -274,8 +301,8 @@ def run(venv: Venv, module: str, *arguments: str, **variables: str) -> int:
 # ---------------------------------------------------------------------- checks without ranks
 
 
-def run_checks() -> list[Outcome]:
-    """Lint, format, types, imports and documents."""
+def run_checks(without: Sequence[str] = ()) -> list[Outcome]:
+    """Lint, format, types, imports and documents, except for some."""
     imports = ["-c", "from importlinter.cli import lint_imports_command; lint_imports_command()", "--no-logo", "--no-cache"]
     commands = {
         "ruff check": ["-m", "ruff", "check", "."],
@@ -285,7 +312,7 @@ def run_checks() -> list[Outcome]:
         "import-linter": [*imports, "--config", str(ROOT / "setup.cfg")],
         "docs": ["-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "docs", "build/docs"],
     }
-    return [run_check(name, command) for name, command in commands.items()]
+    return [run_check(name, command) for name, command in commands.items() if name not in without]
 
 
 def run_check(name: str, command: list[str]) -> Outcome:

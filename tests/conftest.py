@@ -1,10 +1,12 @@
 """Which tests run, in which process, and fixtures that several files of tests share."""
 
 import os
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -30,10 +32,11 @@ SLOW_FIRST = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also run the tests marked `all`, and more examples of each property")
+    parser.addoption("--no-processes", action="store_true", help="only the tests that start no process, and no ranks")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--all"):
+    if config.getoption("--all") or config.getoption("--no-processes"):
         import ranks
 
         ranks.may_fork = False
@@ -48,11 +51,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before that of xdist, which reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what only `--all` runs; with several processes, start the longest groups first."""
-    if not config.getoption("--all"):
-        left_out = [item for item in items if item.get_closest_marker("all") is not None]
+    """Deselect what only `--all` runs, or what needs ranks; with several processes, start the longest groups first."""
+    unwanted = [] if config.getoption("--all") else ["all"]
+    unwanted += ["ranks", "slurm"] if config.getoption("--no-processes") else []
+    left_out = [item for item in items if any(item.get_closest_marker(mark) is not None for mark in unwanted)]
+    if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item.get_closest_marker("all") is None]
+        items[:] = [item for item in items if item not in set(left_out)]
     if not config.pluginmanager.hasplugin("xdist"):
         return
     for item in items:
@@ -75,6 +80,15 @@ def rank_of(item: pytest.Item) -> int:
     if item.get_closest_marker("ranks") is not None:
         return 0
     return 1 if item.path.name in SLOW_FIRST else 2
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.config.getoption("--no-processes"):
+        subprocess.Popen.__init__ = skip_here  # type: ignore[method-assign]
+
+
+def skip_here(*_: object, **__: object) -> NoReturn:
+    pytest.skip("starts a process")
 
 
 @pytest.fixture(scope="session")

@@ -33,7 +33,7 @@ DEADLINE_S = 240.0  # for a body or a script that hangs: where none does, a long
 MOST_BODIES = 300  # of a job, over its ranks: bodies leave communicators open, and MPICH makes 2048
 IMPORTS = {"PYTHONPATH", "LD_PRELOAD", "LD_LIBRARY_PATH"}  # variables that change what a process imports
 FRESH = True  # of `start`, where how ranks start or end is what is tested
-may_fork = True  # False with `--all`, where all ranks are an mpirun's; written by conftest.py
+may_fork = True  # False with `--all`, where all ranks are an mpirun's, and where no process may start; written by conftest.py
 AFTER_FAILURE_S = 5.0  # time for the other ranks to finish after one has failed
 
 
