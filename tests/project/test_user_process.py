@@ -1,5 +1,6 @@
 """What the package changes in the user's process: nothing at import, nothing later that the user's own optimizers notice."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -110,3 +111,35 @@ def test_an_import_changes_nothing_of_torch() -> None:
 def test_optimizers_of_others_are_as_before() -> None:
     """Their bits, hooks, schedulers, copies and pickles; also where they were made before the first sharded parameter."""
     run(LATER)
+
+
+CHANGES = re.compile(
+    r"""
+    ^\s*(?:torch|os|sys|threading|signal|Distributed\w+)(?:\.\w+)+\ =\ | \b(?:signal|faulthandler)\.(?:signal|register)\(
+    | \batexit\.register\( | \bos\.(?:register_at_fork\(|environ\.(?:pop|setdefault)\(|environ\[\w+\]\ =)
+    | \b(?:prctl|mallopt|dump_traceback_later|set_wakeup_fd|register_backend|sys\.path\.insert)\(
+    | \.__class__\ = | (?<!def\ )\bregister_\w*hook\( | setattr\(os\b
+    """,
+    re.VERBOSE | re.MULTILINE,
+)
+# Programs of shardrt's own, whose processes are not the user's.
+LAUNCHER = ("launch.py", "nodes.py", "remote_shell.py", "stale_files.py", "supervisor.py", "visitor.py")
+OF_NO_USER = ("comm/stress/", "comm/guard/", "shardrt/stress.py", *(f"shardrt/{name}" for name in LAUNCHER))
+
+
+def test_the_page_has_all_that_is_changed() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table = page[page.index("## What is changed in the user's process") :].partition("\n\nWhat surrounds steps")[0]
+    listed = {path for row in table.splitlines()[6:] for path in re.findall(r"`([\w/]+\.py)`", row.split("|")[2])}
+    found = set()
+    for path in (*(ROOT / "comm").rglob("*.py"), *(ROOT / "kernels").rglob("*.py"), *(ROOT / "shardrt").rglob("*.py")):
+        name = str(path.relative_to(ROOT))
+        if not name.startswith((*OF_NO_USER, "shardrt/comm/", "shardrt/kernels/")) and CHANGES.search(code_of(path)):
+            found.add(name.removeprefix("shardrt/"))
+    assert sorted(found - listed) == []
+    assert all((ROOT / "shardrt" / path).is_file() for path in listed)
+
+
+def code_of(path: Path) -> str:
+    """A file without its comments and docstrings."""
+    return re.sub(r'"""(?:.|\n)*?"""|#.*', "", path.read_text())
