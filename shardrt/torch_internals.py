@@ -14,14 +14,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum, auto
 from operator import attrgetter
-from types import FunctionType, SimpleNamespace
-from typing import Any
+from types import CodeType, FrameType, FunctionType, SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.autograd import forward_ad, profiler
 from torch.autograd.graph import Node as Node
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
@@ -317,6 +318,41 @@ def init_group(kind: type) -> Callable[..., Any] | None:
         return None
     kinds = {parameter.kind for parameter in inspect.signature(found).parameters.values()}
     return None if inspect.Parameter.KEYWORD_ONLY in kinds else found
+
+
+def exchange_step(kind: type[Optimizer], exchanging: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put `exchanging(step)` in the place of the class's own `step`, if that is torch's.
+
+    The first optimizer of a class has torch call its hooks in a wrapper of the class's step, of which schedulers take hold:
+    what the wrapper calls is exchanged. A step that others have put there is left alone.
+    """
+    step: Any = vars(kind).get("step")
+    if _is_torchs(step):
+        kind.step = exchanging(step)  # type: ignore[method-assign]
+    elif getattr(step, "__code__", None) is _HOOKED:
+        called = step.__closure__[_HOOKED.co_freevars.index("func")]
+        if _is_torchs(called.cell_contents):
+            called.cell_contents = exchanging(called.cell_contents)
+
+
+_HOOKED: CodeType = cast(Any, Optimizer.profile_hook_step(len)).__code__  # that of every such wrapper
+
+
+def _is_torchs(step: Any) -> bool:
+    """Whether torch defines this function, which is not its wrapper for hooks."""
+    module = getattr(step, "__globals__", {}).get("__name__", "")
+    return module.startswith("torch.optim.") and step.__code__ is not _HOOKED
+
+
+def state_dict_helper(caller: FrameType) -> tuple[Any, str] | None:
+    """The options and the name of the function of torch.distributed.checkpoint.state_dict that has led to this caller, if any.
+
+    torch passes the options to nothing but its own functions, so they are read from its frames.
+    """
+    frame: FrameType | None = caller
+    while frame is not None and frame.f_code.co_name != "_verify_options":
+        frame = frame.f_back if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict" else None
+    return None if frame is None or frame.f_back is None else (frame.f_locals["options"], frame.f_back.f_code.co_name)
 
 
 Found = dict[torch.device, torch.Tensor]  # by device, float32 numbers that are 1 where a gradient was not finite, else 0

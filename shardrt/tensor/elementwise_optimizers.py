@@ -19,14 +19,13 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from types import CodeType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from ..torch_internals import compiling, init_group
+from ..torch_internals import compiling, exchange_step, init_group
 from .dtensor import DTensor
 from .operands import local_shard
 from .optimizer_state import has_sharded
@@ -120,30 +119,6 @@ def _local_parts(values: Sequence[Any], specs: Sequence[Spec | None], what: str)
     return parts
 
 
-def _exchange_self(kind: type[Optimizer]) -> None:
-    """Have the class's own `step` run with a stand-in as `self` where that holds sharded parameters, if it is torch's.
-
-    The first optimizer of a class has torch call its hooks in a wrapper of the class's step, of which schedulers take hold:
-    what the wrapper calls is exchanged. A step that others have put there is left alone: it steps on `DTensor`s.
-    """
-    step: Any = vars(kind).get("step")
-    if _is_torchs(step):
-        kind.step = _exchanging(step)  # type: ignore[method-assign]
-    elif getattr(step, "__code__", None) is _HOOKED:
-        called = step.__closure__[_HOOKED.co_freevars.index("func")]
-        if _is_torchs(called.cell_contents):
-            called.cell_contents = _exchanging(called.cell_contents)
-
-
-_HOOKED: CodeType = cast(Any, Optimizer.profile_hook_step(len)).__code__  # that of every such wrapper
-
-
-def _is_torchs(step: Any) -> bool:
-    """Whether torch defines this function, which is not its wrapper for hooks."""
-    module = getattr(step, "__globals__", {}).get("__name__", "")
-    return module.startswith("torch.optim.") and step.__code__ is not _HOOKED
-
-
 def _exchanging(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def exchange(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -158,5 +133,5 @@ def exchange_steps() -> None:
     todo = list[type[Optimizer]](_ELEMENTWISE)
     while todo:  # a class of the user's that inherits its step has a wrapper of its own
         kind = todo.pop()
-        _exchange_self(kind)
+        exchange_step(kind, _exchanging)
         todo += [each for each in kind.__subclasses__() if each not in _ELEMENTWISE]

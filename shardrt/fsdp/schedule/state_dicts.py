@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from ...tensor.dtensor import DTensor
+from ...torch_internals import state_dict_helper
 from ..params.param import ShardedParam, same_memory
 from .param_group import ParamGroup
 
@@ -113,21 +114,14 @@ def _check_load(group: ParamGroup, module: nn.Module, state_dict: Mapping[str, o
 
 # ---------------------------------------------------------------------- helpers of other packages
 
-_MODULE = "torch.distributed.checkpoint.state_dict"
 _HUGGING_FACE = ("transformers.", "peft.", "diffusers.")
 
 
 def check_state_dict_options(module: str, rank: int, caller: FrameType) -> None:
-    """Raise RuntimeError if `caller`, which reads buffers, was called by a helper of torch with an option that cannot work.
-
-    torch passes the options to nothing but its own functions, so they are read from its frames.
-    """
-    frame: FrameType | None = caller
-    while frame is not None and frame.f_code.co_name != "_verify_options":
-        frame = frame.f_back if frame.f_globals.get("__name__") == _MODULE else None
-    if frame is None or frame.f_back is None:
+    """Raise RuntimeError if `caller`, which reads buffers, was called by a helper of torch with an option that cannot work."""
+    if (found := state_dict_helper(caller)) is None:
         return
-    options, function = frame.f_locals["options"], frame.f_back.f_code.co_name
+    options, function = found
     if options.broadcast_from_rank0:
         raise RuntimeError(
             f"{function}(broadcast_from_rank0=True) on the sharded module '{module}' (rank {rank}): the broadcast needs a "
