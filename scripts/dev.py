@@ -143,7 +143,6 @@ def train(arguments: list[str]) -> int:
         if not arguments[1:] or not arguments[1].isdecimal() or int(arguments[1]) < 1:
             fail("train -n: expected a number of ranks, as in: train -n 4 --steps 100")
         ranks, arguments = arguments[1], arguments[2:]
-    # As a file, not as a module: the package would import torch first.
     launch = [str(MPICH.python), "-P", str(ROOT / "shardrt" / "launch.py"), "--launcher", "mpirun", "-n", ranks]
     sys.stdout.flush()
     os.execve(launch[0], [*launch, str(ROOT / "scripts" / "train.py"), *arguments], environment(MPICH))
