@@ -38,6 +38,7 @@ def heavy():
     return {"torch", "numpy", "mpi4py"} & sys.modules.keys()
 
 assert shardrt.__version__ and not hasattr(shardrt, "_unknown") and not hasattr(shardrt, "__wrapped__")
+from shardrt import launch
 assert not heavy()
 with ThreadPoolExecutor(4) as pool:
     names = "shardrt.fully_shard", "shardrt.comm.world", "shardrt.checkpoint.Run", "shardrt.tensor.DTensor"
@@ -148,6 +149,10 @@ def run(script: str) -> None:
 
 def test_names_are_imported_when_they_are_used() -> None:
     run(NAMES)
+
+
+def test_a_module_that_others_need_can_be_the_first() -> None:
+    run("import shardrt.comm.bootstrap")
 
 
 def test_without_torch_the_import_of_names_says_so() -> None:
