@@ -57,6 +57,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import common.checkout  # noqa: F401  # before shardrt
 from common.training_options import Options, check_dimensions, check_ranks, parse_options
 
 if __name__ == "__main__":
