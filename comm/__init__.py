@@ -1,40 +1,10 @@
 """Collectives on explicit streams: MPI for CPU tensors, NCCL through CuPy for CUDA tensors. Independent of sharding."""
 
-from .bootstrap import World, finalize, init, init_device_mesh, world
-from .calls import MismatchError, Op, PreMulSum, ReduceOp, RemoteError, Work
-from .communicator import Communicator
-from .environment import without_launcher_variables
-from .members import RankLost
-from .mesh import DeviceMesh, current_mesh
-from .nccl_policy import NcclPolicy
-from .pool import Pool, new_pool
-from .replacement import Coming, Replacement
-from .streams import Event, Stream, current_stream, new_stream
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Coming",
-    "Communicator",
-    "DeviceMesh",
-    "Event",
-    "MismatchError",
-    "NcclPolicy",
-    "Op",
-    "Pool",
-    "PreMulSum",
-    "RankLost",
-    "ReduceOp",
-    "RemoteError",
-    "Replacement",
-    "Stream",
-    "Work",
-    "World",
-    "current_mesh",
-    "current_stream",
-    "finalize",
-    "init",
-    "init_device_mesh",
-    "new_pool",
-    "new_stream",
-    "without_launcher_variables",
-    "world",
-]
+from .lazy import lazy
+
+if TYPE_CHECKING:
+    from .exports import *
+else:
+    __getattr__, __dir__ = lazy(__name__)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 # Control calls that not every rank makes: they take no number. Their first argument is the rank, or ranks, waited for.
 OF_SOME_RANKS = frozenset({"wait_to_write", "subset", "wait_for_message"})

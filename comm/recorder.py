@@ -12,6 +12,12 @@ import json
 import os
 import socket
 import sys
+
+if __name__ == "__main__":  # before the imports of torch, which a merge needs not
+    from .merge_dumps import main
+
+    sys.exit(main(sys.argv[1:]))
+
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -165,9 +171,3 @@ def _as_dict(entry: Entry) -> dict[str, Any]:
 def _line(code: CodeType, instruction: int) -> str:
     line = next((at for start, end, at in code.co_lines() if start <= instruction < end), code.co_firstlineno)
     return f"{code.co_filename}:{line} in {code.co_name}"
-
-
-if __name__ == "__main__":
-    from .merge_dumps import main
-
-    sys.exit(main(sys.argv[1:]))

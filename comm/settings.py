@@ -20,7 +20,7 @@ import torch
 from .ending.processes import is_launched
 from .ending.report import PROGRESS
 from .ending.words import name_ranks
-from .guard.node import RANK, REPLACE, SURVIVE, WORLD_SIZE, launcher_variables
+from .guard.node import RANK, RANKS_ALONE, REPLACE, SURVIVE, WORLD_SIZE, launcher_variables
 from .nccl_policy import NcclPolicy
 from .version import __version__
 
@@ -32,7 +32,6 @@ T = TypeVar("T")
 _MAX_SECONDS = 1e8  # three years
 _MAX_CALLS = 10_000_000
 _MAX_RANKS = 10_000_000
-_RANKS_ALONE = ("PMIX_RANK", "PALS_RANKID")  # a rank's number, of launchers that may say no more
 
 
 class SettingsError(ValueError):
@@ -160,7 +159,7 @@ def launched(environment: Mapping[str, str]) -> Launched | None:
             return Launched(variable, ranks)
     if environment.get(RANK) and (ranks := _number_of(environment, WORLD_SIZE)) > 1:
         return Launched(WORLD_SIZE, ranks)
-    numbers = () if variables is not None else _RANKS_ALONE
+    numbers = () if variables is not None else RANKS_ALONE
     return next((Launched(name, number + 1) for name in numbers if (number := _number_of(environment, name))), None)
 
 

@@ -154,7 +154,6 @@ def train(arguments: list[str]) -> int:
 
 def training(ranks: str, arguments: list[str]) -> list[str]:
     """The arguments of Python that start scripts/train.py under mpirun."""
-    # As a file, not as a module: the package would import torch first.
     launch = ["-P", str(ROOT / "shardrt" / "launch.py"), "--launcher", "mpirun", "-n", ranks]
     return [*launch, str(ROOT / "scripts" / "train.py"), *arguments]
 

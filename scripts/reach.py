@@ -110,7 +110,7 @@ def is_list_of_names(path: str) -> bool:
     """True if a package only imports what others use from there: they depend on what they use."""
     *_, name = Path(path).parts
     kinds = (ast.ImportFrom, ast.Assign, ast.Expr)
-    return name == "__init__.py" and all(isinstance(node, kinds) for node in parsed(path).body)
+    return name in ("__init__.py", "exports.py") and all(isinstance(node, kinds) for node in parsed(path).body)
 
 
 def package_of(path: str) -> str:
@@ -214,7 +214,7 @@ def definition(module: str, name: str) -> frozenset[str]:
     """What `from module import name` depends on: the module's file, and the one that defines the name where it is imported."""
     if found := module_file(f"{module}.{name}"):
         return found
-    own = module_file(module)
+    own = module_file(module) | module_file(f"{module}.exports")
     for path in own:
         for node in ast.walk(parsed(path)) if is_list_of_names(path) else ():
             if isinstance(node, ast.ImportFrom) and any(name in (alias.asname, alias.name) for alias in node.names):

@@ -57,18 +57,22 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import common.checkout  # noqa: F401  # before shardrt
+from common.training_options import Options, check_dimensions, check_ranks, parse_options
+
+if __name__ == "__main__":
+    OPTIONS = parse_options(__doc__)  # before the imports of torch: help and errors come at once
+
 import torch
 from torch import nn
 from tqdm import tqdm
 
-import common.checkout  # noqa: F401  # before shardrt
 import shardrt
 from common.experts import divide_experts, even_out, experts_of
 from common.models import GPT, next_byte_loss, shard
-from common.options import agreed, exit_with_usage_error
+from common.options import agreed
 from common.parallel import gpt_plan
 from common.text import Corpus, batch, default_files, find_files, rank_rows, read_corpus, write_sample
-from common.training_options import Options, check_dimensions, check_ranks, parse_options
 from shardrt.parallel import context_parallel, context_parallel_shard, cross_entropy, parallelize_module
 from shardrt.progress import logged_bar
 from shardrt.timeline.picture import draw_memory
@@ -94,34 +98,32 @@ def read_checked(options: Options, ranks: int) -> Corpus:
 
 
 def check_alike(options: Options, corpus: Corpus, world: shardrt.World) -> None:
-    """Exit with a usage error unless all ranks have the same text and options. Only rank 0's --out matters. Collective."""
+    """Raise ValueError unless all ranks have the same text and options. Only rank 0's --out matters. Collective."""
     mine = {**asdict(options), "data": "", "out": ""}  # where the text lies may depend on the machine
     everyone = world.comm.exchange((mine, corpus.digest))
     for rank, (theirs, digest) in enumerate(everyone):
         if other := next((name for name in mine if theirs[name] != everyone[0][0][name]), None):
             flag, first = other.replace("_", "-"), everyone[0][0]
-            exit_with_usage_error(
-                f"--{flag} is {first[other]!r} on rank 0 and {theirs[other]!r} on rank {rank}: give all the same"
-            )
+            raise ValueError(f"--{flag} is {first[other]!r} on rank 0 and {theirs[other]!r} on rank {rank}: give all the same")
         if digest != everyone[0][1]:
-            exit_with_usage_error("the ranks read different text: pass --data that is the same on all machines")
+            raise ValueError("the ranks read different text: pass --data that is the same on all machines")
 
 
 def check_survival(options: Options, world: shardrt.World) -> None:
-    """Exit with a usage error if the job is to go on without lost ranks, and cannot. The same on every rank."""
+    """Raise ValueError if the job is to go on without lost ranks, and cannot. The same on every rank."""
     if not world.settings.survive:
         return
     if options.pp > 1:
-        exit_with_usage_error(
+        raise ValueError(
             f"--pp {options.pp} under shardrt.launch --survive: a stage is lost with its ranks; use --restarts instead"
         )
     if options.resume == "never":
-        exit_with_usage_error("under shardrt.launch --survive, a loss ends the job without --resume auto: pass it, with --out")
-    if not world.is_newcomer and options.leaving == world.size:
+        raise ValueError("under shardrt.launch --survive, a loss ends the job without --resume auto: pass it, with --out")
+    if options.leaving == world.size:
         sizes = (("tp", options.tp), ("cp", options.cp), ("ep", options.ep))
         which = " and ".join(f"--{name} {size}" for name, size in sizes if size > 1)
         why = f"with any rank, all {world.size} ranks are lost, since they share matrices, sequences or experts"
-        exit_with_usage_error(
+        raise ValueError(
             f"{which or '-n 1'} under shardrt.launch --survive: {why if which else 'no rank would be left'}; start more ranks, "
             "or use --restarts instead"
         )
@@ -450,16 +452,15 @@ def plot_losses(log: Path, picture: Path) -> None:
     figure.savefig(picture, dpi=120)
 
 
-def main() -> None:
-    options = parse_options(__doc__)
+def main(options: Options) -> None:
     # Before anything may fail on one rank alone, such as the text of one machine: the others can then be told.
     world = shardrt.init()
     if world.is_newcomer:  # in the place of a lost rank: the others are past this, and wait in `Run`
         corpus = read_checked(options, world.size)
     else:
         corpus = agreed(world, lambda: read_checked(options, world.size))
-        check_alike(options, corpus, world)
-    check_survival(options, world)
+        agreed(world, lambda: check_alike(options, corpus, world))
+        agreed(world, lambda: check_survival(options, world))
     training = Training(options, corpus)
     training.train()
     assert training.trainer is not None, "it has trained"
@@ -475,4 +476,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(OPTIONS)

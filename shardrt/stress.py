@@ -5,9 +5,6 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-import torch
-
-from . import check_replicas, clip_grad_norm_, fully_shard
 from .comm.stress.__main__ import main as main
 from .comm.stress.acts import Scene
 from .comm.stress.faults import FAULTS as FAULTS
@@ -15,6 +12,10 @@ from .comm.stress.faults import Fault, When
 
 
 def make_nan(scene: Scene) -> None:
+    import torch  # as shardrt's functions: when it acts, not for --help
+
+    from . import clip_grad_norm_, fully_shard
+
     model = torch.nn.Linear(4, 4).to(scene.world.device)
     fully_shard(model)
     model(torch.ones(2, 4, device=scene.world.device)).sum().backward()
@@ -24,6 +25,10 @@ def make_nan(scene: Scene) -> None:
 
 
 def diverge(scene: Scene) -> None:
+    import torch
+
+    from . import check_replicas
+
     model = torch.nn.Linear(4, 4, device=scene.world.device)
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, 2.0 if scene.is_victim else 1.0)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .comm.guard.node import launcher_variables
+from .comm.guard.node import is_first_rank
 from .comm.version import TESTED_TORCH, __version__, release
 
 _log = logging.getLogger("shardrt")
@@ -124,8 +124,7 @@ def _is_there(name: str) -> bool:
 
 def _report() -> None:
     """Log what is lacking, on the first rank, as the launcher numbers them: the world is not made yet."""
-    variables = launcher_variables(os.environ)
-    if (variables is None or os.environ.get(variables[1], "0") == "0") and (names := lacking()):
+    if is_first_rank(os.environ) and (names := lacking()):
         lines = [f"{name}, for {FAILS_WITHOUT[name]}" for name in names]
         first = f"torch {torch.__version__} lacks private names, and shardrt what they are for; {_ADVICE}"
         _log.warning("\n  ".join([first, *lines]))

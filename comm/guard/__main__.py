@@ -29,7 +29,7 @@ import signal
 import sys
 from types import ModuleType
 
-if __name__ == "__main__":  # run by path: a package with nothing in it stands in for shardrt.comm, which imports torch
+if __name__ == "__main__":  # run by path: a package with nothing in it stands in for shardrt.comm
     sys.modules["comm_alone"] = ModuleType("comm_alone")
     sys.modules["comm_alone"].__path__ = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
     __package__ = "comm_alone.guard"

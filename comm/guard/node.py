@@ -28,6 +28,7 @@ _RANKS = (
 # Set for each process by torchrun, Accelerate's and DeepSpeed's launchers, Ray Train, and a PyTorchJob of Kubernetes: these
 # start processes without MPI. Some sites set them for jobs of mpirun and srun as well.
 WORLD_SIZE, RANK = "WORLD_SIZE", "RANK"
+RANKS_ALONE = ("PMIX_RANK", "PALS_RANKID")  # a rank's number, of launchers that may say no more
 OF_PROCESSES = (
     *(WORLD_SIZE, RANK, "LOCAL_WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE", "GROUP_RANK", "ROLE_WORLD_SIZE", "ROLE_RANK"),
     *("NODE_RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
@@ -59,6 +60,13 @@ def launcher_variables(environment: Mapping[str, str]) -> tuple[str, str] | None
         if environment.get(size) and (size != "SLURM_NTASKS" or "SLURM_STEP_ID" in environment):
             return size, rank
     return None
+
+
+def is_first_rank(environment: Mapping[str, str]) -> bool:
+    """Whether this process is rank 0 or no rank, as far as a launcher's variables say so."""
+    variables = launcher_variables(environment)
+    ranks = (RANK, *RANKS_ALONE) if variables is None else variables[1:]
+    return all(environment.get(rank) in (None, "", "0") for rank in ranks)
 
 
 class RankPlace:

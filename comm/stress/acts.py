@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:  # --help lists the faults without torch: what follows imports it when it acts
+    import torch
 
-from .. import Communicator, ReduceOp, Stream, World
+    from .. import Communicator, Stream, World
 
 SLEEP_S = 1.0  # that a slow rank sleeps
 FAR_S = 40.0  # that a rank sleeps which does not come in time
@@ -60,6 +62,8 @@ def set_variable(name: str, value: str) -> Callable[[], None]:
 
 
 def set_torch_version() -> None:
+    import torch
+
     torch.__version__ = torch.torch_version.TorchVersion("0.0.1")
 
 
@@ -75,8 +79,15 @@ class Scene:
     stream: Stream
     is_victim: bool
 
+    def zeros(self, n: int) -> torch.Tensor:
+        import torch
+
+        return torch.zeros(n, device=self.comm.device)
+
     def all_reduce(self, n: int) -> None:
-        ones = torch.ones(n, device=self.comm.device)
+        from .. import ReduceOp
+
+        ones = self.zeros(n) + 1.0
         self.comm.all_reduce(ones, ones, ReduceOp.SUM, stream=self.stream).synchronize()
 
 
@@ -96,15 +107,15 @@ def send_other_size(scene: Scene) -> None:
     with comm.group() as work:
         for peer in range(comm.size):
             if peer != comm.rank:
-                comm.send(torch.zeros(n, device=comm.device), peer, stream=scene.stream)
-                comm.recv(torch.zeros(n, device=comm.device), peer, stream=scene.stream)
+                comm.send(scene.zeros(n), peer, stream=scene.stream)
+                comm.recv(scene.zeros(n), peer, stream=scene.stream)
     work.synchronize()
 
 
 def send_other_counts(scene: Scene) -> None:
     comm = scene.comm
     sent, received = [2 + scene.is_victim] * comm.size, [2] * comm.size
-    out, inp = (torch.zeros(sum(counts), device=comm.device) for counts in (received, sent))
+    out, inp = (scene.zeros(sum(counts)) for counts in (received, sent))
     comm.all_to_all(out, inp, received, sent, stream=scene.stream).synchronize()
 
 

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from types import MappingProxyType
 
-import torch
-
-from .. import PreMulSum, ReduceOp
-from ..calls import Op
-from ..options import Parser, at_least
+from ..options import RankParser, at_least
 from .faults import FAULTS
-from .problem import COLLECTIVES, DTYPES
-
-T = TypeVar("T")
+from .names import COLLECTIVES, DTYPES, OPS
 
 _NCCL_DTYPES = {"half": "float16", "float": "float32", "double": "float64"}  # in nccl-tests
 
@@ -30,8 +24,8 @@ class StressOptions:
     number: int  # timed iterations; with a fault, ranks
     warmup: int
     collectives: list[str]
-    dtypes: list[torch.dtype]
-    ops: list[Op]
+    dtypes: list[str]
+    ops: list[str]
     root: int
     buffers: str
     streams: str | None
@@ -59,14 +53,14 @@ Exit code 1: an element was wrong, something leaked, or a job with a fault did n
 
 def parse(arguments: Sequence[str] | None) -> StressOptions:
     """Parse the command line. Exits with code 2, on every rank alike, if it is not valid."""
-    parser = Parser(prog="shardrt-stress", epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = RankParser(prog="shardrt-stress", epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
     _add_sweep(parser.add_argument_group("sweep, sizes in bytes with K, M or G").add_argument)
     add = parser.add_argument_group("soak, random valid calls on random communicators").add_argument
     add("--soak", type=at_least(1, {"s": 1, "m": 60, "h": 3600}), metavar="TIME", help="duration: 30s, 10m, 8h")
     add("--steps", type=at_least(1), help="number of steps; the same seed then gives the same digest")
     add("--seed", type=int, default=0)
     add = parser.add_argument_group("faults, in jobs that this command starts").add_argument
-    faults = _listed({name: name for name in FAULTS}, join="all")
+    faults = _listed(FAULTS, join="all")
     add("--fault", dest="faults", type=faults, default=[], metavar="NAME,...", help=f"all, or of {', '.join(FAULTS)}")
     add("--fault-rank", type=int, help="[the last]")
     add("--fault-after", type=at_least(1), default=50, metavar="CALLS", help="[50]")
@@ -91,24 +85,17 @@ def parse(arguments: Sequence[str] | None) -> StressOptions:
 
 def _add_sweep(add: Callable[..., object]) -> None:
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-    size, ops = at_least(1, units), {op.value: op for op in ReduceOp} | {"mulsum": PreMulSum(2.0)}
+    size = at_least(1, units)
     add("-b", "--minbytes", dest="begin", type=at_least(0, units), default=1 << 10, metavar="SIZE", help="the smallest [1K]")
     add("-e", "--maxbytes", dest="end", type=size, default=64 << 20, metavar="SIZE", help="the largest [64M]")
     add("-f", "--stepfactor", dest="factor", type=at_least(2), default=2, help="factor from one size to the next [2]")
     add("-i", "--stepbytes", dest="increment", type=size, metavar="SIZE", help="from one size to the next, instead of -f")
     add("-n", "--iters", dest="number", type=at_least(1), help="timed iterations [20]; with --fault: ranks [2]")
     add("-w", "--warmup_iters", dest="warmup", type=at_least(0), default=5, help="untimed iterations before [5]")
-    add("--collectives", type=_listed({name: name for name in COLLECTIVES}), default=list(COLLECTIVES), help="[all]")
-    dtypes = {str(dtype)[6:]: dtype for dtype in DTYPES}
-    theirs = {name: dtypes[ours] for name, ours in _NCCL_DTYPES.items() if ours in dtypes}
-    add(
-        "-d",
-        "--dtypes",
-        type=_listed(dtypes | theirs, join="all"),
-        default=[torch.float32],
-        help=f"of {','.join(dtypes)} [float32]",
-    )
-    add("-o", "--ops", type=_listed(ops, join="all"), default=[ReduceOp.SUM], help=f"of {','.join(ops)} [sum]")
+    add("--collectives", type=_listed(COLLECTIVES), default=list(COLLECTIVES), help="[all]")
+    dtypes = _listed(DTYPES, join="all", others=_NCCL_DTYPES)
+    add("-d", "--dtypes", type=dtypes, default=["float32"], help=f"of {','.join(DTYPES)} [float32]")
+    add("-o", "--ops", type=_listed(OPS, join="all"), default=["sum"], help=f"of {','.join(OPS)} [sum]")
     add(
         "-g", "--ngpus", dest="gpus", type=at_least(1), default=1, metavar="1", help="of a rank: one; for scripts of nccl-tests"
     )
@@ -127,14 +114,17 @@ def _add_sweep(add: Callable[..., object]) -> None:
     add("--plot", type=Path, metavar="FILE.png", help="bus bandwidth by size")
 
 
-def _listed(choices: Mapping[str, T], join: str | None = None) -> Callable[[str], list[T]]:
-    """A parser of names separated by commas. join: the name of all of them."""
+def _listed(
+    names: Iterable[str], join: str | None = None, others: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[str], list[str]]:
+    """A parser of names separated by commas. join: the name of all of them.   others: other names of some."""
+    meant = {**{name: name for name in names}, **others}
 
-    def values(text: str) -> list[T]:
+    def listed(text: str) -> list[str]:
         if text == join:
-            return list(dict.fromkeys(choices.values()))
-        if unknown := set(text.split(",")) - choices.keys():
-            raise argparse.ArgumentTypeError(f"{','.join(sorted(unknown))}: expected names out of {','.join(choices)}")
-        return [choices[name] for name in text.split(",")]
+            return list(names)
+        if unknown := set(text.split(",")) - meant.keys():
+            raise argparse.ArgumentTypeError(f"{','.join(sorted(unknown))}: expected names out of {','.join(meant)}")
+        return [meant[name] for name in text.split(",")]
 
-    return values
+    return listed

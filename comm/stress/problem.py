@@ -22,23 +22,13 @@ import torch
 
 from .. import Communicator, PreMulSum, ReduceOp, Stream, Work
 from ..calls import FLOATS, REDUCIBLE, Op
+from . import names
 
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 BLOCKED = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
-COLLECTIVES = (
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "broadcast",
-    "reduce",
-    "gather",
-    "scatter",
-    "sendrecv",
-)
-
-DTYPES = (*sorted(REDUCIBLE, key=str), torch.float8_e4m3fn, torch.float8_e5m2)
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in names.DTYPES}
+OPS: dict[str, Op] = {name: PreMulSum(2.0) if name == "mulsum" else ReduceOp(name) for name in names.OPS}
 
 _PERIOD = 8191
 _POISON = 0xA5  # fills every byte at first; no expected value has this pattern

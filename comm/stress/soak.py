@@ -23,8 +23,9 @@ import torch
 
 from .. import Communicator, PreMulSum, ReduceOp, Stream, Work, World, new_stream
 from ..calls import FLOATS
+from .names import COLLECTIVES
 from .options import StressOptions
-from .problem import COLLECTIVES, DTYPES, ROOTED, Problem, ops_for
+from .problem import DTYPES, ROOTED, Problem, ops_for
 
 EPOCH = 10  # steps between two closings of all communicators
 MOST_ALIVE = 4  # communicators that a rank has at once
@@ -205,7 +206,8 @@ def draw(random: Random, comm: Communicator) -> Problem:
     """A random valid call on `comm`, the same on all its ranks."""
     size, name, on_host = comm.size, random.choice(COLLECTIVES), comm.device.type == "cpu"
     # NCCL does not reduce int16.
-    dtypes = [dtype for dtype in DTYPES if ops_for(name, dtype, OPS) and (on_host or dtype not in (torch.int16, torch.uint16))]
+    dtypes = [dtype for dtype in DTYPES.values() if ops_for(name, dtype, OPS)]
+    dtypes = [dtype for dtype in dtypes if on_host or dtype not in (torch.int16, torch.uint16)]
     dtype = random.choice(dtypes)
     n = random.choice((0, 1, 3, random.randrange(1, 2000, 2), random.randrange(200_000)))
     if random.random() < 0.02:

@@ -22,7 +22,7 @@ from .. import ReduceOp, Stream, Work, World, current_stream, new_stream
 from ..version import __version__
 from .compute import measure
 from .options import StressOptions
-from .problem import BLOCKED, ROOTED, Problem, bus_factor, ops_for
+from .problem import BLOCKED, DTYPES, OPS, ROOTED, Problem, bus_factor, ops_for
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -92,8 +92,8 @@ class Sweep:
 
     def problems(self, name: str) -> Iterator[Problem]:
         size, root = self._comm.size, self._options.root if name in ROOTED else -1
-        for dtype in self._options.dtypes:
-            for op in ops_for(name, dtype, self._options.ops):
+        for dtype in (DTYPES[each] for each in self._options.dtypes):
+            for op in ops_for(name, dtype, [OPS[each] for each in self._options.ops]):
                 for nbytes in self._options.sizes:
                     yield Problem(name, size, nbytes // dtype.itemsize // (size if name in BLOCKED else 1), dtype, op, root)
 
@@ -205,7 +205,7 @@ def run(world: World, options: StressOptions, log: Callable[[str], None]) -> int
             rows.append(sweep.measure(problem))
             log(line(rows[-1]))
     sweep.close()
-    measurement = measure(world, options.dtypes, options.number, log) if options.compute else None
+    measurement = measure(world, [DTYPES[name] for name in options.dtypes], options.number, log) if options.compute else None
     ratios = [row.ratio for row in rows if row.ratio]
     ratio = geometric_mean(ratios) if ratios else None
     if peer is not None:

@@ -26,7 +26,8 @@ from shardrt.plan.forecast import forecast
 from shardrt.plan.forecast_result import Forecast
 from shardrt.plan.hardware import Sheet, load_sheet
 from shardrt.plan.job import Job, Program
-from shardrt.plan.presets import PRESETS, preset_factory
+from shardrt.plan.known_models import PRESETS
+from shardrt.plan.presets import preset_factory
 
 GB = 1e9
 HEAD = (

@@ -28,8 +28,9 @@ from common.options import Parser
 from shardrt.fsdp.base.policy import MixedPrecisionPolicy
 from shardrt.plan.hardware import Curve, Sheet, load_sheet
 from shardrt.plan.job import Job
+from shardrt.plan.known_models import PRESETS, Preset
 from shardrt.plan.planning import Planner
-from shardrt.plan.presets import PRESETS, Preset, preset_factory
+from shardrt.plan.presets import preset_factory
 from shardrt.plan.report import PlannedJob
 
 # The sources, by the letters that docs/planner.md lists them under.

@@ -114,7 +114,7 @@ def main() -> None:
     options = replace(parse_options(__doc__), check_every=0, resume="never")
     world = shardrt.init()
     corpus = agreed(world, lambda: read_checked(options, world.size))
-    check_alike(options, corpus, world)
+    agreed(world, lambda: check_alike(options, corpus, world))
     curves = train(options, corpus, world)
     if world.rank == 0:
         options.out.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ GRACE_S = 5.0
 STACKS_S = 2.0  # before a job's deadline, its processes write their stacks
 ENDS_AT = "JOB_ENDS_AT"  # the deadline of the job that this process belongs to, in seconds since the epoch
 OUTPUT_CHARACTERS = 8000  # of a failed job, the last ones
-# By path, not with -m: the package would import torch first.
+# By path: shardrt may not be installed.
 LAUNCH = Path(__file__).resolve().parents[2] / "shardrt" / "launch.py"
 
 

@@ -1,4 +1,4 @@
-"""The command line of a script on several ranks: one-line errors, numbers with a minimum."""
+"""The command line of a script on several ranks: errors of one line, from one rank, and numbers with a minimum."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
 
+import common.checkout  # noqa: F401  # before shardrt
+from shardrt.comm.options import RankParser, is_told_by_first_rank
+
 if TYPE_CHECKING:
     from shardrt import World
 
 T = TypeVar("T")
 
 
-class Parser(argparse.ArgumentParser):
-    """Keeps the line breaks of a description, and writes an error in one call: ranks would mix argparse's several writes."""
+class Parser(RankParser):
+    """Keeps the line breaks of a description."""
 
     def __init__(self, description: str | None) -> None:
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -27,14 +30,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def exit_with_usage_error(message: str) -> NoReturn:
-    """Exit with a message and code 2. No collective: every rank must find the error itself; see `agreed`."""
-    text = f"{Path(sys.argv[0]).name}: error: {message}\n"
-    os.write(2, text.encode(errors="backslashreplace"))  # names of files may be no text
+    """Exit with a message and code 2, before `shardrt.init()`: every rank must find the error itself. See `agreed`."""
+    if not is_told_by_first_rank():
+        _write_error(message)
     sys.exit(2)
 
 
 def agreed(world: World, work: Callable[[], T]) -> T:
-    """What `work` returns. If it raises a ValueError or OSError on any rank, every rank exits with that error. Collective."""
+    """What `work` returns. If it raises a ValueError or OSError on any rank, rank 0 prints it, and all exit. Collective."""
     result, message = None, None
     try:
         result = work()
@@ -43,9 +46,16 @@ def agreed(world: World, work: Callable[[], T]) -> T:
     messages = world.comm.exchange(message)
     failed = [rank for rank, text in enumerate(messages) if text is not None]
     if failed:
-        only = f" (on rank {failed[0]})" if len(failed) < world.size else ""
-        exit_with_usage_error(f"{messages[failed[0]]}{only}")
+        if world.rank == 0:
+            _write_error(f"{messages[failed[0]]}{f' (on rank {failed[0]})' if len(failed) < world.size else ''}")
+        world.barrier()  # a rank that fails ends the others
+        sys.exit(2)
     return cast(T, result)
+
+
+def _write_error(message: str) -> None:
+    text = f"{Path(sys.argv[0]).name}: error: {message}\n"
+    os.write(2, text.encode(errors="backslashreplace"))  # names of files may be no text
 
 
 def at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:

@@ -6,9 +6,12 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from common.models import GPTConfig
 from common.options import Parser, at_least, exit_with_usage_error
+
+if TYPE_CHECKING:
+    from common.models import GPTConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,8 @@ class Options:
 
     @property
     def model(self) -> GPTConfig:
+        from common.models import GPTConfig  # needs torch, and the command line does not
+
         return GPTConfig(
             self.layers, self.heads, self.channels, self.context, not self.untied, experts=self.experts, top_k=self.top_k
         )

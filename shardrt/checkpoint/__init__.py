@@ -1,38 +1,10 @@
 """Checkpoints: in PyTorch's DCP format and as safetensors, saved atomically, loaded on any number of ranks."""
 
-from .disk.storage import latest
-from .errors import CheckpointError, DamagedCheckpointError
-from .loading.load import load
-from .loading.safetensors import load_safetensors
-from .run.membership import Survival
-from .run.random_state import RandomState
-from .run.run import Run
-from .saving.safetensors import async_save_safetensors, save_safetensors
-from .saving.save import AsyncSave, async_save, save
-from .state.stateful import PerRank
-from .state_dicts.get import StateDictOptions, get_model_state_dict, get_optimizer_state_dict, get_state_dict
-from .state_dicts.set import set_model_state_dict, set_optimizer_state_dict, set_state_dict
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "AsyncSave",
-    "CheckpointError",
-    "DamagedCheckpointError",
-    "PerRank",
-    "RandomState",
-    "Run",
-    "StateDictOptions",
-    "Survival",
-    "async_save",
-    "async_save_safetensors",
-    "get_model_state_dict",
-    "get_optimizer_state_dict",
-    "get_state_dict",
-    "latest",
-    "load",
-    "load_safetensors",
-    "save",
-    "save_safetensors",
-    "set_model_state_dict",
-    "set_optimizer_state_dict",
-    "set_state_dict",
-]
+from ..comm.lazy import lazy
+
+if TYPE_CHECKING:
+    from .exports import *
+else:
+    __getattr__, __dir__ = lazy(__name__)

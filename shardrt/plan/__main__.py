@@ -19,11 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..comm.options import Parser
-from .hardware import load_sheet, sheet_names
-from .measured import sheet_of_stress
 from .options import plan_parser
-from .planning import plan_of
-from .report import as_json, lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,6 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _plan(arguments: Sequence[str]) -> int:
     options = plan_parser(__doc__ or "").parse_args(arguments)
+    from .planning import plan_of  # needs torch, as what follows a command line does, and help and errors do not
+    from .report import as_json, lines
+
     plan = plan_of(options)
     if options.json:
         print(json.dumps(as_json(plan), indent=2))
@@ -54,6 +53,8 @@ def _plan(arguments: Sequence[str]) -> int:
 
 def _sheets(arguments: Sequence[str]) -> int:
     Parser(prog="shardrt-plan sheets", description="List the hardware sheets that come with shardrt.").parse_args(arguments)
+    from .hardware import load_sheet, sheet_names
+
     names = sheet_names()
     for name in names:
         print(f"{name:<{max(map(len, names))}}  {load_sheet(name).name}")
@@ -63,7 +64,10 @@ def _sheets(arguments: Sequence[str]) -> int:
 def _sheet(arguments: Sequence[str]) -> int:
     parser = Parser(prog="shardrt-plan sheet", description="Print a hardware sheet made of measurements.")
     parser.add_argument("stress", type=Path, help="what shardrt-stress --json has written")
-    print(sheet_of_stress(parser.parse_args(arguments).stress), end="")
+    options = parser.parse_args(arguments)
+    from .measured import sheet_of_stress
+
+    print(sheet_of_stress(options.stress), end="")
     return 0
 
 

@@ -25,9 +25,10 @@ from .attention import FusedAttention
 from .cost import Costs, bounding
 from .forecast_result import Forecast, GroupForecast
 from .history import History
-from .job import OPTIMIZERS, Job, PlanError, Program
+from .job import Job, PlanError, Program
 from .lap import Lap
 from .meter import CollectiveMeter, Meter
+from .names import OPTIMIZERS
 from .operations import Operations
 from .pipeline import Message, Pass, StageRun, Turn, backward, forwards_ahead, pipelined, send, turns
 
@@ -90,7 +91,7 @@ def _stage(
         with observing(meter), FusedAttention(world.machine), operations:
             if job.pp > 1 and not any(True for _ in program.model.parameters()):
                 raise PlanError(f"stage {job.stage} of {job.pp} has no parameters: expected some on each; take fewer stages")
-            optimizer = OPTIMIZERS[job.optimizer](program.model.parameters())
+            optimizer = getattr(torch.optim, OPTIMIZERS[job.optimizer])(program.model.parameters())
             laps = None if timeline or history else partial(Lap, world, costs, operations, collectives)
             steps = _Steps(world, program, job, groups, operations, collectives, laps)
             recorded, _ = replace(steps, job=replace(job, micro_batches=1)).train()  # in which order groups are used

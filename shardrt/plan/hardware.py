@@ -56,7 +56,7 @@ from typing import Any, get_type_hints
 
 import torch
 
-from ..comm.stress.problem import COLLECTIVES
+from ..comm.stress.names import COLLECTIVES
 
 DEVICES = ("cuda", "cpu")
 

@@ -16,16 +16,8 @@ from ..comm import DeviceMesh
 from ..fsdp.base.policy import MixedPrecisionPolicy, OffloadPolicy, PrefetchPolicy, QuantizationPolicy
 from ..parallel import context_parallel
 from ..parallel.context.cut import SequenceCut
+from .names import GRADIENT_SYNCS, OPTIMIZERS, SCHEDULES
 from .pipeline import Message, receive
-
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": torch.optim.AdamW,
-    "adam": torch.optim.Adam,
-    "sgd": torch.optim.SGD,
-}
-
-GRADIENT_SYNCS = ("every", "last")  # micro-batches that reduce
-SCHEDULES = ("1f1b", "gpipe")  # orders of forwards and backwards in a pipeline
 
 
 class PlanError(ValueError):

@@ -1,4 +1,4 @@
-"""The command line of the planner: what it takes, and the `Job` that this is."""
+"""The command line of the planner."""
 
 from __future__ import annotations
 
@@ -6,22 +6,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..comm.options import Parser, at_least
-from ..fsdp.base.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, PrefetchPolicy, QuantizationPolicy
-from .job import GRADIENT_SYNCS, OPTIMIZERS, SCHEDULES, Job, PlanError
-from .presets import PRESETS
-from .splits import AXES
+from .known_models import PRESETS
+from .names import AXES, GRADIENT_SYNCS, OPTIMIZERS, SCHEDULES
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-_GATHERED = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
-_REDUCED = {"int8": torch.int8}
-# Options that are fields of a job as they are.
-_OF_JOB = (
-    *("ranks", "tp", "cp", "ep", "pp", "schedule", "replicas", "batch", "micro_batches", "optimizer", "gradient_sync"),
-    "reshard_after_forward",
-)
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def plan_parser(description: str) -> Parser:
@@ -88,14 +77,14 @@ def _add_step(group: Any) -> None:
 
 
 def _add_policies(group: Any) -> None:
-    group.add_argument("--param-dtype", choices=DTYPES, help="of gathered parameters and compute")
-    group.add_argument("--reduce-dtype", choices=DTYPES, help="of the reduction of gradients")
+    group.add_argument("--param-dtype", choices=_DTYPES, help="of gathered parameters and compute")
+    group.add_argument("--reduce-dtype", choices=_DTYPES, help="of the reduction of gradients")
     group.add_argument(
         "--reshard-after-forward", type=_reshard, metavar="true|false|K", help="K: keep 1 / K on each of K neighbouring ranks"
     )
     group.add_argument("--offload", action="store_true", help="shards, gradients and optimizer state lie on the host")
-    group.add_argument("--quantize-gather", choices=_GATHERED, help="gather large parameters as 8-bit codes")
-    group.add_argument("--quantize-reduce", choices=_REDUCED, help="reduce large gradients as 8-bit codes")
+    group.add_argument("--quantize-gather", choices=("int8", "float8_e4m3fn"), help="gather large parameters as 8-bit codes")
+    group.add_argument("--quantize-reduce", choices=("int8",), help="reduce large gradients as 8-bit codes")
     group.add_argument("--quantize-min-numel", type=at_least(1), metavar="N", help="elements of a large parameter, at least")
     group.add_argument("--full-precision-ranks", type=at_least(1), metavar="N", help="reduce in full precision among so many")
     group.add_argument("--prefetch-groups", type=at_least(0), metavar="N", help="gathered ahead of use, at most")
@@ -133,31 +122,3 @@ def _selective(text: str) -> str | int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text}: expected op, or a whole number of at least 1")
     return int(text)
-
-
-def job_of(options: argparse.Namespace) -> Job:
-    """The job that the options describe. Raises PlanError for options that contradict each other."""
-    if (options.factory is None) == (options.preset is None):
-        raise PlanError("expected either a factory, package.module:function, a config.json, or --preset")
-    if options.preset is not None and options.step is not None:
-        raise PlanError("--step with --preset: a preset has a step of its own")
-    preset = PRESETS.get(options.preset)
-    return Job(
-        **{name: getattr(options, name) for name in _OF_JOB},
-        sequence=options.sequence or (preset.sequence if preset is not None else None),
-        checkpoint_activations=options.selective_ac or options.checkpoint_activations,
-        mp_policy=MixedPrecisionPolicy(DTYPES.get(options.param_dtype), DTYPES.get(options.reduce_dtype)),
-        offload_policy=CPUOffloadPolicy() if options.offload else OffloadPolicy(),
-        quantization_policy=_quantization(options),
-        prefetch_policy=PrefetchPolicy(options.prefetch_bytes, options.prefetch_groups),
-    )
-
-
-def _quantization(options: argparse.Namespace) -> QuantizationPolicy:
-    gather, reduce = _GATHERED.get(options.quantize_gather), _REDUCED.get(options.quantize_reduce)
-    if gather is None and reduce is None and options.quantize_min_numel is not None:
-        raise PlanError("--quantize-min-numel without --quantize-gather or --quantize-reduce: nothing is quantised")
-    if reduce is None and options.full_precision_ranks is not None:
-        raise PlanError("--full-precision-ranks without --quantize-reduce: it is about quantised reductions")
-    size = {} if options.quantize_min_numel is None else {"min_numel": options.quantize_min_numel}
-    return QuantizationPolicy(gather, reduce, **size, full_precision_ranks=options.full_precision_ranks)

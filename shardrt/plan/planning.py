@@ -9,7 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..fsdp.base.policy import QuantizationPolicy
+import torch
+
+from ..fsdp.base.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, PrefetchPolicy, QuantizationPolicy
 from ..progress import progress
 from ..timeline.events import BY_GROUP, Events
 from ..timeline.picture import draw_memory
@@ -22,13 +24,18 @@ from .forecast_result import Forecast
 from .hardware import Curve, Sheet, load_sheet
 from .history import KINDS, History
 from .job import Job, PlanError, Program
-from .options import job_of
+from .known_models import PRESETS
 from .presets import preset_factory
 from .report import PlannedJob
 from .search import break_even, largest_batch
 from .splits import Splits, best_splits, splits
 
 PICTURES = (".png", ".svg", ".pdf")
+# Options that are fields of a job as they are.
+_OF_JOB = (
+    *("ranks", "tp", "cp", "ep", "pp", "schedule", "replicas", "batch", "micro_batches", "optimizer", "gradient_sync"),
+    "reshard_after_forward",
+)
 
 
 class Planner:
@@ -100,7 +107,7 @@ def plan_of(options: argparse.Namespace) -> PlannedJob:
 
     Raises ValueError: a PlanError, a SheetError or one of a policy; OSError for a file that cannot be written.
     """
-    job, sheet = job_of(options), load_sheet(options.sheet)
+    job, sheet = _job_of(options), load_sheet(options.sheet)
     name = options.factory if options.preset is None else options.preset
     planner = Planner(_factory(options), name, sheet, options.ranks_per_node or sheet.ranks_per_node)
     divided = None if options.best is None else _splits(planner, job, options.best)
@@ -177,3 +184,35 @@ def check_plot(path: Path) -> None:
         raise PlanError(f"--plot {path}: expected a file that ends in {', '.join(PICTURES)}")
     if not path.parent.is_dir():
         raise PlanError(f"--plot {path}: there is no folder {path.parent}")
+
+
+def _job_of(options: argparse.Namespace) -> Job:
+    """The job that the options describe. Raises PlanError for options that contradict each other."""
+    if (options.factory is None) == (options.preset is None):
+        raise PlanError("expected either a factory, package.module:function, a config.json, or --preset")
+    if options.preset is not None and options.step is not None:
+        raise PlanError("--step with --preset: a preset has a step of its own")
+    preset = PRESETS.get(options.preset)
+    return Job(
+        **{name: getattr(options, name) for name in _OF_JOB},
+        sequence=options.sequence or (preset.sequence if preset is not None else None),
+        checkpoint_activations=options.selective_ac or options.checkpoint_activations,
+        mp_policy=MixedPrecisionPolicy(_dtype(options.param_dtype), _dtype(options.reduce_dtype)),
+        offload_policy=CPUOffloadPolicy() if options.offload else OffloadPolicy(),
+        quantization_policy=_quantization(options),
+        prefetch_policy=PrefetchPolicy(options.prefetch_bytes, options.prefetch_groups),
+    )
+
+
+def _quantization(options: argparse.Namespace) -> QuantizationPolicy:
+    gather, reduce = _dtype(options.quantize_gather), _dtype(options.quantize_reduce)
+    if gather is None and reduce is None and options.quantize_min_numel is not None:
+        raise PlanError("--quantize-min-numel without --quantize-gather or --quantize-reduce: nothing is quantised")
+    if reduce is None and options.full_precision_ranks is not None:
+        raise PlanError("--full-precision-ranks without --quantize-reduce: it is about quantised reductions")
+    size = {} if options.quantize_min_numel is None else {"min_numel": options.quantize_min_numel}
+    return QuantizationPolicy(gather, reduce, **size, full_precision_ranks=options.full_precision_ranks)
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)

@@ -11,9 +11,10 @@ from typing import Any
 from .forecast_result import Forecast
 from .hardware import Sheet
 from .job import Job
+from .names import AXES
 from .pipeline import forwards_ahead
 from .search import MOST
-from .splits import AXES, Splits
+from .splits import Splits
 
 _GIB = 1 << 30
 _LABEL, _NUMBER = 22, 12  # widths of columns

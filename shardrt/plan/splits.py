@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from .forecast_result import Forecast
 from .job import Job, PlanError
-
-AXES = ("pp", "tp", "cp", "ep")
+from .names import AXES
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 from ..comm.options import Parser
-from .merge import merge
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -20,6 +19,8 @@ def main(arguments: list[str] | None = None) -> int:
     merging.add_argument("paths", type=Path, nargs="+", metavar="FOLDER-OR-FILE", help="of a folder, all its *.json")
     merging.add_argument("-o", "--out", type=Path, required=True, metavar="MERGED.json")
     options = parser.parse_args(arguments)
+    from .merge import merge  # needs torch, and help and errors do not
+
     try:
         left_out = merge(options.paths, options.out, lambda line: print(line, file=sys.stderr))
     except (OSError, ValueError) as error:

@@ -36,7 +36,8 @@ from shardrt.checkpoint import (
 )
 from shardrt.checkpoint.disk import files, folders
 from shardrt.checkpoint.disk.drafts import Draft, folder_of, this_machine
-from shardrt.checkpoint.formats.safetensors import TensorInfo, encode_header, parse_size, read_arrays, split_into_files
+from shardrt.checkpoint.formats.safetensors import TensorInfo, encode_header, read_arrays, split_into_files
+from shardrt.checkpoint.formats.sizes import parse_size
 from shardrt.checkpoint.saving import safetensors as saving
 from shardrt.checkpoint.saving.sources import Direct, ItemSource
 from shardrt.comm import DeviceMesh, World

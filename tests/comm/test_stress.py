@@ -18,12 +18,13 @@ import torch
 
 from ranks import on_ranks, rank_environment, run_job, run_script
 from shardrt.comm import Communicator, PreMulSum, ReduceOp, Work, World
-from shardrt.comm.calls import Op
+from shardrt.comm.calls import REDUCIBLE, Op
 from shardrt.comm.stress import report, soak, sweep
 from shardrt.comm.stress.fault import judge
 from shardrt.comm.stress.jobs import Ending, Way
+from shardrt.comm.stress.names import COLLECTIVES
 from shardrt.comm.stress.options import parse
-from shardrt.comm.stress.problem import COLLECTIVES, Problem, bus_factor
+from shardrt.comm.stress.problem import DTYPES, OPS, Problem, bus_factor
 from shardrt.comm.stress.report import FaultTable
 from shardrt.comm.stress.sweep import Row, SweepResult, draw
 from shardrt.stress import FAULTS
@@ -259,10 +260,12 @@ def test_options_of_nccl_tests(capsys: pytest.CaptureFixture[str]) -> None:
         ["-b", "8", "-e", "128K", "-f", "4", "-n", "3", "-w", "2", "-d", "half,double,int8", "-o", "max", "-g", "1", "-c", "1"]
     )
     assert (found.sizes[0], found.sizes[-1], found.number, found.warmup) == (8, 128 << 10, 3, 2)
-    assert (found.dtypes, found.ops) == ([torch.float16, torch.float64, torch.int8], [ReduceOp.MAX])
+    assert (found.dtypes, found.ops) == (["float16", "float64", "int8"], ["max"])
     long = "--minbytes 4M --maxbytes 1G --stepfactor 256 --iters 3 --warmup_iters 2 --ngpus 1 --check 2"
     assert parse(long.split()).sizes == [4 << 20, 1 << 30]
     every = parse(["-d", "all", "-o", "all"])
+    assert {*ReduceOp} < {OPS[name] for name in every.ops}
+    assert {DTYPES[name] for name in every.dtypes} > REDUCIBLE
     assert (len(every.dtypes), len(every.ops)) == (len(set(every.dtypes)), len(set(every.ops)))
     for arguments, message in (("-g 8", "-g: expected 1, as each rank has one GPU"), ("-c 0", "-c 0: expected 1 or more")):
         with pytest.raises(SystemExit, match="2"):

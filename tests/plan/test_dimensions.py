@@ -20,8 +20,9 @@ from shardrt.plan.forecast import forecast
 from shardrt.plan.forecast_result import Forecast
 from shardrt.plan.hardware import load_sheet
 from shardrt.plan.job import Job, PlanError
+from shardrt.plan.known_models import PRESETS
 from shardrt.plan.pipeline import Pass, StageRun, blocks_of_stage, finish_times, forwards_ahead, turns
-from shardrt.plan.presets import PRESETS, preset_factory
+from shardrt.plan.presets import preset_factory
 from shardrt.plan.splits import best_splits, splits
 from toys import uncompiled
 

@@ -25,7 +25,8 @@ from shardrt.plan.factory import blocks, check_meta, load_factory, make_program
 from shardrt.plan.hardware import Curve, Memory, load_sheet
 from shardrt.plan.history import History
 from shardrt.plan.job import Job, PlanError
-from shardrt.plan.presets import PRESETS, preset_factory
+from shardrt.plan.known_models import PRESETS
+from shardrt.plan.presets import preset_factory
 from shardrt.plan.recomputation import checkpoint_block, selective_contexts
 from shardrt.plan.report import PlannedJob, lines
 from toys import uncompiled

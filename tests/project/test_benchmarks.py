@@ -321,7 +321,7 @@ def test_scripts_look_for_the_checkout_before_they_import_shardrt() -> None:
     benches = {"step.py", "overlap.py", "padding.py", "parallel.py", "context.py", "experts.py", "pipeline.py", "checkpoint.py"}
     benches |= {"quantized_gather.py", "quantized_training.py", "forecast.py", "growth.py", "peak.py", "published.py"}
     benches |= {"survival.py", "survival_job.py"}
-    assert benches | {"train.py", "matrix.py", "gpu_check.py", "table.py", "gpu_forecast.py"} == set(found)
+    assert benches | {"options.py", "train.py", "matrix.py", "gpu_check.py", "table.py", "gpu_forecast.py"} == set(found)
 
 
 def test_feature_table(capsys: pytest.CaptureFixture[str]) -> None:

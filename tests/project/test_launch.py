@@ -334,7 +334,7 @@ def run(*command: str | Path, environment: dict[str, str] | None = None) -> subp
 
 
 MODULE = [sys.executable, "-m", "shardrt.launch"]
-FILE = [sys.executable, "-P", launch.__file__]  # imports no torch, so it is quicker
+FILE = [sys.executable, "-P", launch.__file__]  # as scripts start it
 
 
 @pytest.fixture

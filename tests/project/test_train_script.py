@@ -225,17 +225,16 @@ def test_a_run_goes_on_on_any_number_of_ranks(tmp_path: Path, ranks: int, tolera
         ("--batch 7", "--batch 7 does not divide by 2 ranks"),
     ],
 )
-def test_a_bad_flag_ends_every_rank_with_the_message(tmp_path: Path, flags: str, message: str) -> None:
+def test_a_bad_flag_ends_every_rank_with_one_message(tmp_path: Path, flags: str, message: str) -> None:
     done = run(tmp_path, 2, flags)
     assert done.code == 2
     assert not done.out.exists()
-    for output in done.output:
-        assert output.startswith(f"train.py: error: {message}")
-        assert output.count("\n") == 1
+    assert done.output[0].startswith(f"train.py: error: {message}")
+    assert (done.output[0].count("\n"), done.output[1]) == (1, "")
 
 
 @pytest.mark.mpi
-def test_data_that_one_rank_lacks_ends_every_rank_with_the_message(tmp_path: Path) -> None:
+def test_data_that_one_rank_lacks_ends_every_rank_with_one_message(tmp_path: Path) -> None:
     """Its name is no text, nor is the one of the folder."""
     folder = tmp_path / "caf\udce9"
     folder.mkdir()
@@ -244,7 +243,7 @@ def test_data_that_one_rank_lacks_ends_every_rank_with_the_message(tmp_path: Pat
     assert done.code == 2
     assert not done.out.exists()
     expected = f"train.py: error: no such file or folder: {tmp_path}/caf\\udce9/text.1 (on rank 1)\n"
-    assert done.output == [expected, expected]
+    assert done.output == [expected, ""]
 
 
 OPTIONS = Options(
@@ -329,9 +328,7 @@ def test_steps_are_recorded_if_there_are_any_and_drawn_at_the_end(
         ({"data": [TRAIN], "out": TRAIN}, "a", None),
     ],
 )
-def test_options_that_differ_between_ranks(
-    changed: dict[str, Any], digest: str, message: str | None, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_options_that_differ_between_ranks(changed: dict[str, Any], digest: str, message: str | None) -> None:
     corpora = [Corpus(torch.empty(0), torch.empty(0), 1, text) for text in ("a", digest)]
     given: list[object] = []
 
@@ -343,13 +340,12 @@ def test_options_that_differ_between_ranks(
         return [mine]
 
     run_as(replace(OPTIONS, **changed), corpora[1], keep)
-    with nullcontext() if message is None else pytest.raises(SystemExit, match="2"):
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
         run_as(OPTIONS, corpora[0], lambda mine: [mine, *given])
-    assert (message or "") in capfd.readouterr().err
 
 
-def test_what_cannot_go_on_without_lost_ranks_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
-    world = cast(World, SimpleNamespace(settings=SimpleNamespace(survive=True), is_newcomer=False, size=4))
+def test_what_cannot_go_on_without_lost_ranks_is_refused() -> None:
+    world = cast(World, SimpleNamespace(settings=SimpleNamespace(survive=True), size=4))
     options = replace(OPTIONS, resume="auto")
     for fine in (options, replace(options, tp=2), replace(options, experts=4, ep=2, cp=2)):
         check_survival(fine, world)
@@ -359,9 +355,8 @@ def test_what_cannot_go_on_without_lost_ranks_is_refused(capfd: pytest.CaptureFi
         (replace(options, tp=2, cp=2), "--tp 2 and --cp 2 under shardrt.launch --survive: with any rank, all 4 ranks are lost"),
         (replace(options, experts=4, ep=4), "--ep 4 under shardrt.launch --survive: with any rank, all 4 ranks are lost"),
     ):
-        with pytest.raises(SystemExit, match="2"):
+        with pytest.raises(ValueError, match=message):
             check_survival(changed, world)
-        assert message in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])

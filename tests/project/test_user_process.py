@@ -26,8 +26,52 @@ def state():
     ]
 
 before = state()
-import shardrt
+from shardrt import *
 assert state() == before
+"""
+
+NAMES = """
+import pickle, pydoc
+from concurrent.futures import ThreadPoolExecutor
+import shardrt
+
+def heavy():
+    return {"torch", "numpy", "mpi4py"} & sys.modules.keys()
+
+assert shardrt.__version__ and not hasattr(shardrt, "_unknown") and not hasattr(shardrt, "__wrapped__")
+from shardrt import launch
+assert not heavy()
+with ThreadPoolExecutor(4) as pool:
+    names = "shardrt.fully_shard", "shardrt.comm.world", "shardrt.checkpoint.Run", "shardrt.tensor.DTensor"
+    found = list(pool.map(eval, names, [globals()] * 4))
+assert found[3] is pickle.loads(pickle.dumps(shardrt.DTensor))
+assert found[1] is shardrt.world and found[2] is shardrt.Run
+assert shardrt.parallel.parallelize_module and shardrt.torch_names.lacking() == []
+for package in (shardrt, shardrt.comm, shardrt.checkpoint):
+    assert set(package.__all__) < set(dir(package)) and set(package.__all__) <= vars(package).keys()
+    names = {}
+    exec(f"from {package.__name__} import *", names)
+    assert names.keys() - {"__builtins__"} == set(package.__all__)
+    try:
+        package.unknown
+    except AttributeError as error:
+        assert str(error) == f"module '{package.__name__}' has no attribute 'unknown'", error
+    else:
+        raise AssertionError(package)
+assert "fully_shard(" in pydoc.render_doc(shardrt, renderer=pydoc.plaintext)
+"""
+
+WITHOUT_TORCH = """
+import traceback
+sys.modules["torch"] = None
+import shardrt
+for name in ("init", "unknown"):
+    try:
+        getattr(shardrt, name)
+    except ModuleNotFoundError as error:
+        assert error.name == "torch"
+    else:
+        raise AssertionError(name)
 """
 
 LATER = """
@@ -102,6 +146,18 @@ def run(script: str) -> None:
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{script}"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_names_are_imported_when_they_are_used() -> None:
+    run(NAMES)
+
+
+def test_a_module_that_others_need_can_be_the_first() -> None:
+    run("import shardrt.comm.bootstrap")
+
+
+def test_without_torch_the_import_of_names_says_so() -> None:
+    run(WITHOUT_TORCH)
 
 
 def test_an_import_changes_nothing_of_torch() -> None:

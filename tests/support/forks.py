@@ -30,7 +30,8 @@ from dataclasses import dataclass
 from typing import Any
 
 PADDING = {"SHARDRT_TEST_PADDING": "x" * 32768}  # room where /proc shows the environment: that of a rank may be longer
-IMPORTED = ("torch._dynamo.trace_rules", "torch.distributed.tensor", "numpy.random")  # which training brings
+# What training brings.
+IMPORTED = ("shardrt.exports", "torch._dynamo.trace_rules", "torch.distributed.tensor", "numpy.random")
 
 
 @dataclass(frozen=True)
@@ -329,8 +330,6 @@ def program_of(arguments: list[str]) -> Callable[[], object]:
 
 
 if __name__ == "__main__":
-    import shardrt  # noqa: F401
-
     for module in IMPORTED:
         importlib.import_module(module)
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):

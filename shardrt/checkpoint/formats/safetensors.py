@@ -48,7 +48,6 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 class Array(NamedTuple):
@@ -100,21 +99,6 @@ def encode_header(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]
         )
     begin = 8 + len(text)
     return len(text).to_bytes(8, "little") + text, {name: begin + offset for name, offset in offsets.items()}
-
-
-def parse_size(size: int | str) -> int:
-    """The bytes of a size such as "5GB", with decimal units as in huggingface_hub. Raises ValueError for anything else."""
-    if isinstance(size, int):
-        nbytes = float(size)
-    else:
-        text = size.strip()
-        try:
-            nbytes = float(text[:-2]) * _UNITS[text[-2:].upper()]
-        except (KeyError, ValueError):
-            nbytes = 0.0
-    if not 1 <= nbytes < float("inf"):
-        raise ValueError(f"max_shard_size={size!r}: expected a number of bytes, or such as '5GB' ({', '.join(_UNITS)})")
-    return int(nbytes)
 
 
 def split_into_files(tensors: Mapping[str, TensorInfo], max_nbytes: int) -> dict[str, list[str]]:

@@ -37,9 +37,9 @@ from ..formats.safetensors import (
     TensorInfo,
     check_metadata,
     lay_out,
-    parse_size,
     split_into_files,
 )
+from ..formats.sizes import parse_size
 from ..geometry import TensorPart, byte_runs, memory_of, parts, pieces
 from ..state.entries import Entry
 from ..state.models import named_tensors

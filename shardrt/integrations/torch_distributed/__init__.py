@@ -8,6 +8,9 @@ From then on `torch.distributed` works as with gloo and NCCL. Its calls run on c
 watchdog, recorder and timelines. The runtime itself never needs a process group.
 """
 
+from ... import torch_names as torch_names  # first: it logs what is gone from torch before that is missed
+
+# isort: split
 from .group import ProcessGroupShardrt
 from .start import init_process_group, process_group
 
