@@ -116,7 +116,7 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def leave(self, *, in_call: bool = False) -> None:
+    def stop_comparisons(self, *, in_call: bool = False) -> None:
         """Make no more comparisons until `rejoin`: ranks that wait for this one raise Interrupted. Never blocks.
 
         in_call: an exception has taken this rank out of the middle of a call.

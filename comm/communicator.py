@@ -16,9 +16,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import get_ident
+from typing import TYPE_CHECKING
 
 import torch
 
+from .agreement import Agreement
 from .backend import Backend
 from .calls import FLOATS, CallList, CollectiveCall, Counts, Hook, Op, ReduceOp, Work, now
 from .checks import (
@@ -36,6 +38,9 @@ from .control import ControlPlane
 from .members import check_lost
 from .streams import PAST, Event, Stream
 
+if TYPE_CHECKING:
+    from contextlib import _GeneratorContextManager  # says that it decorates as well
+
 
 class Communicator(ControlPlane):
     """A group of N ranks that can reach each other, all of which make the same calls in the same order.
@@ -49,6 +54,7 @@ class Communicator(ControlPlane):
         super().__init__(backend, hooks)
         self._launch = backend.launch
         self._group: _Group | None = None
+        self._agreement = Agreement(self)
 
     # ------------------------------------------------------------------ collectives
 
@@ -212,6 +218,24 @@ class Communicator(ControlPlane):
         self.check_open("group")
         if group.calls:
             self._run(group.calls, group.work)
+
+    def agree(self) -> _GeneratorContextManager[None]:
+        """An exception on any rank in the `with` block (or the decorated function) becomes a RemoteError on every rank.
+
+        Blocks at the end of the block until every rank is there. Ranks that wait in a call of the block which the failed rank
+        never makes raise it as well, on this communicator or any other one of some of its ranks. Of collectives, this needs
+        calls that are compared across ranks (`comm.monitor.check`), or pass through the node's shared memory; otherwise the
+        watchdog ends the job. A stream whose thread was in such a call, or in a send or receive, has failed then:
+        `Stream.recover` lets it go on.
+
+        Communicators whose newest call on every rank was made by another thread, which has not ended, are left alone: that
+        thread goes on. In a block, a rank makes the calls of all communicators that it needs on one thread.
+
+        Blocks may be nested: the error is raised at the end of each, up to the outermost that a rank has failed in.
+        An exception that takes a rank out of a call counts as well where the block handles it. If that was before the block,
+        all ranks go on together at its end.
+        """
+        return self._agreement.block()
 
     # ------------------------------------------------------------------ calling
 

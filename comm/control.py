@@ -12,13 +12,13 @@ from threading import Event as Flag
 from threading import _DummyThread, current_thread, get_ident
 from threading import enumerate as enumerate_threads
 from time import sleep
-from typing import NamedTuple, NoReturn, Self, TypeVar
+from typing import NoReturn, Self, TypeVar
 
 import torch
 
 from . import members
 from .backend import Backend, NodeMemory
-from .calls import CallList, CollectiveCall, Failure, Hook, Interrupted, RemoteError, SharedError, causes, now
+from .calls import CallList, CollectiveCall, Hook, Interrupted, SharedError, now
 from .fingerprint import OF_SOME_RANKS, fingerprint_of
 from .members import check_lost, raise_lost
 from .pool import Pool
@@ -26,21 +26,65 @@ from .streams import INLINE, PAST, Event, Stream
 
 T = TypeVar("T")
 
-_POLL_S = 0.0002
 _SIGNAL_S = 0.05  # for a signal to all ranks, such as Ctrl-C, to come here as well: its exception then comes first
-_open: dict[ControlPlane, None] = {}  # this process's communicators that are not closed, in the order they were made
-_left: set[ControlPlane] = set()  # communicators in a call of which an exception has cut this rank short, until it rejoins
 
 
-class _End(NamedTuple):
-    """What a rank says at the end of a block of `agree()`.
+class Register:
+    """This process's communicators that are not closed, in the order they were made, whoever has made them, and how they are.
 
-    depth: that of the block, 1 for the outermost.   has_left: whether an exception has taken it out of a call.
+    cut_short: an exception has cut this rank short in a call of these, until it rejoins.
+    withdrawn: a block of `agree()` that has failed has withdrawn this rank from these, until it rejoins.
+    hooks: observe all of them, and those of later worlds, see `hooked`.
     """
 
-    depth: int
-    failure: Failure | None
-    has_left: bool
+    def __init__(self) -> None:
+        self.open: dict[ControlPlane, None] = {}
+        self.cut_short: set[ControlPlane] = set()
+        self.withdrawn: set[ControlPlane] = set()
+        self.hooks: list[Hook] = []
+
+    def remove(self, comm: ControlPlane) -> None:
+        """Forget one that is closed."""
+        del self.open[comm]
+        self.rejoin(comm)
+
+    def rejoin(self, comm: ControlPlane) -> None:
+        """This rank makes calls again."""
+        self.cut_short.discard(comm)
+        self.withdrawn.discard(comm)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """`agree()` of a communicator that was made before the `with` block, or in it, sees no communicator of the other side.
+
+        Those made in the block are dropped at its end.
+        """
+        before, self.open = self.open, {}
+        try:
+            yield
+        finally:
+            self.open = before
+
+    def abandon(self, why: str) -> None:
+        """Make no more calls on any of them: their ranks cannot close them. why: what refused calls say."""
+        for comm in self.open:
+            comm.is_closed, comm._ended = True, why
+            comm._newest, comm._newest_collective = None, PAST
+        self.open, self.cut_short, self.withdrawn = {}, set(), set()
+
+    def abort(self) -> None:
+        """End what runs on the GPU, for a job that ends: all of them, as far as they can be aborted."""
+        for comm in list(self.open):
+            with suppress(Exception):  # where one cannot be aborted, the others still are
+                comm._abort()
+
+    def remove_hooks(self) -> None:
+        """Let them make their last calls without hooks: nothing observes them any more."""
+        for comm in self.open:
+            comm._set_hooks(())
+
+
+register = Register()
 
 
 class ControlPlane:
@@ -59,10 +103,8 @@ class ControlPlane:
         self.backend = backend
         self._set_hooks(hooks)
         self._number = 0  # the number of the next call
-        self._depth = 0  # how many blocks of `agree()` this rank is in
         self._thread = 0  # the thread that makes a call now; 0 for none
         self._caller = now.thread  # that has made the newest call
-        self._is_left = False  # whether a block of `agree()` has left it, until it rejoins
         self._is_aborted = False
         self._members = members.current
         self._ended = "is closed"  # why calls are refused, if they are
@@ -70,7 +112,7 @@ class ControlPlane:
         self._newest_collective: Event = PAST
         self._pool: Pool | None = None
         self._needs_pool = backend.has_pool
-        _open[self] = None
+        register.open[self] = None
 
     @property
     def number(self) -> int:
@@ -198,85 +240,6 @@ class ControlPlane:
                 self._pool = self.backend.pool()
         return self._pool
 
-    @contextmanager
-    def agree(self) -> Iterator[None]:
-        """An exception on any rank in the `with` block (or the decorated function) becomes a RemoteError on every rank.
-
-        Blocks at the end of the block until every rank is there. Ranks that wait in a call of the block which the failed rank
-        never makes raise it as well, on this communicator or any other one of some of its ranks. Of collectives, this needs
-        calls that are compared across ranks (`comm.monitor.check`), or pass through the node's shared memory; otherwise the
-        watchdog ends the job. A stream whose thread was in such a call, or in a send or receive, has failed then:
-        `Stream.recover` lets it go on.
-
-        Communicators whose newest call on every rank was made by another thread, which has not ended, are left alone: that
-        thread goes on. In a block, a rank makes the calls of all communicators that it needs on one thread.
-
-        Blocks may be nested: the error is raised at the end of each, up to the outermost that a rank has failed in.
-        An exception that takes a rank out of a call counts as well where the block handles it. If that was before the block,
-        all ranks go on together at its end.
-        """
-        self.check_open("agree")
-        failure, error, shared = None, None, None
-        self._depth += 1
-        depth, left = self._depth, _left_here()
-        try:
-            yield
-            if _left and not _left_here() <= left:
-                raise Interrupted(str(self), [self.rank], in_call=True)
-            if self._newest is not None:
-                self._newest[1].synchronize()
-        except Exception as raised:
-            raise_lost(raised, self._members)  # nobody waits at the end of the block
-            error, failure, newest = raised, Failure.of(raised, self.rank), self._newest
-            self._tell_hooks(failure)
-            self._leave([part for part in self._parts() if not part._is_beside()])
-            shared = self._shared_error(raised, newest)
-            failure = shared.failure if isinstance(shared, RemoteError) else failure
-        finally:
-            self._depth -= 1
-        failures = self._meet(depth, failure)
-        if shared is not None:
-            raise shared from (shared.__cause__ if shared in causes(error) else error)
-        if (remote := RemoteError.first(failures, self)) is not None:
-            raise remote from error
-
-    def _meet(self, depth: int, failure: Failure | None) -> list[Failure | None]:
-        """Wait for every rank at the end of a block, `depth` blocks deep; returns the ranks' failures.
-
-        A rank that has failed in an outer block meets the others at the end of their inner ones first, once for each. Those
-        raise its failure there, and so come to the end of the outer one.
-        Raises: SharedError, if others have failed with it in a call of the block that this rank does not make.
-        """
-        shared = None
-        while True:
-            try:
-                has_left = bool(_left) and not _left_here().isdisjoint((*self._parts(), self))
-                ends = self._exchange_ends(_End(depth, failure, has_left))
-            except SharedError as error:  # it takes the others to their ends of the block
-                shared = shared or error
-                continue
-            if any(end.failure is not None or end.has_left for end in ends):
-                self._rejoin_parts()
-            outermost = min(end.depth for end in ends)
-            if outermost < depth or all(end.depth == depth for end in ends):
-                break
-            self._tell_hooks(failure)
-        failures = [end.failure for end in ends]
-        if shared is not None and failure is None and any(failures):
-            raise shared
-        return failures
-
-    def _exchange_ends(self, own: _End) -> list[_End]:
-        # Cost: a plain tuple is pickled in a third of the time.
-        try:
-            with self.watched("agree", own.failure):
-                return [_End._make(end) for end in self.backend.exchange(tuple(own))]
-        except Interrupted as error:
-            if not error.in_call:  # a rank has left the block of an agree() of a larger communicator
-                raise
-        with self.watched("rejoin"):
-            return [_End._make(end) for end in self.backend.exchange(tuple(own))]
-
     def align(self, numbers: Iterable[int]) -> None:
         """Continue from the highest of the ranks' call numbers: a rank that failed has made fewer calls."""
         self.check_open("align")
@@ -327,7 +290,7 @@ class ControlPlane:
             self._cut_short(error, calls)
             raise
 
-    def leave(self) -> None:
+    def meet_at_end(self) -> None:
         """Wait for every rank to reach the end of its program. Collective, but never compared.
 
         If a rank ends while others wait for it in a collective, the watchdog reports it: it knows where that rank ended.
@@ -342,8 +305,7 @@ class ControlPlane:
             with self.watched("close"):
                 self.backend.close()
             self.is_closed = True
-            del _open[self]
-            _left.discard(self)
+            register.remove(self)
 
     def async_error(self) -> str | None:
         """Say what has made calls fail on the GPU; None if nothing has, if it is not known, or after close(). Never blocks."""
@@ -366,16 +328,6 @@ class ControlPlane:
     def __repr__(self) -> str:
         return f"{type(self).__name__}('{self.name}', rank {self.rank} of {self.size}, {self.device})"
 
-    # Whoever waits for a rank that has left the block of agree() through an exception has to leave it as well, whatever
-    # communicator it waits in. A rank that leaves therefore reaches the next comparison of each communicator that has no other
-    # ranks than this one, which interrupts those that wait there, or come there later: none of them can complete, since this
-    # rank takes part in no more calls. At the end of agree() all have left, and so have compared equally often.
-
-    def _parts(self) -> list[ControlPlane]:
-        """The other communicators that have only ranks of this one, in the order in which every rank has made them."""
-        ranks = set(self.ranks)
-        return [comm for comm in list(_open) if comm is not self and comm.size > 1 and ranks.issuperset(comm.ranks)]
-
     def _is_beside(self) -> bool:
         """Whether its calls are those of another thread of the program, which is in no block of this one.
 
@@ -384,37 +336,8 @@ class ControlPlane:
         caller = self._caller
         return caller is not current_thread() and caller.is_alive() and not isinstance(caller, _DummyThread)
 
-    def _parts_to_rejoin(self) -> list[ControlPlane]:
-        """Those that are not beside on each of their ranks, or that a rank has left. Collective."""
-        keyed = dict[tuple[object, ...], ControlPlane]()
-        for part in self._parts():
-            alike = sum(key[:2] == (part.name, tuple(part.ranks)) for key in keyed)
-            keyed[part.name, tuple(part.ranks), alike] = part
-        beside = [key for key, part in keyed.items() if part._is_beside() and not part._is_left]
-        with self.watched("rejoin"):
-            everyone = dict(zip(self.ranks, self.backend.exchange(beside), strict=True))
-        return [part for key, part in keyed.items() if not all(key in everyone[rank] for rank in part.ranks)]
-
-    def _leave(self, parts: Sequence[ControlPlane]) -> None:
-        """Leave each of these parts as soon as this rank's threads make no more calls there.
-
-        Hazard: these calls may wait for ranks that wait for this one in other parts, or in sends and receives.
-        """
-        staying = [*parts, self]
-        for part in staying:
-            part.backend.stop_transfers()
-        while staying:
-            for part in [part for part in staying if part._is_drained() and (part is self or not part._thread)]:
-                part._drain()
-                if part is not self:  # in agree(), the ranks compare once more
-                    part.backend.leave()
-                    part._is_left = True
-                staying.remove(part)
-            if staying:
-                sleep(_POLL_S)
-
     def _cut_short(self, error: BaseException, calls: CallList | None = None) -> None:
-        """An exception has taken this rank out of a call. It leaves, unless other ranks are the cause.
+        """An exception has taken this rank out of a call. It withdraws from it, unless other ranks are the cause.
 
         Hazard: otherwise its next call would meet the one that the others are in, and they would take what it sends for that.
         Raises: RankLost, if a loss is the cause.
@@ -424,24 +347,11 @@ class ControlPlane:
             sleep(_SIGNAL_S)
         elif self.size > 1:
             self.backend.stop_transfers()
-            self.backend.leave(in_call=True)
-            _left.add(self)
+            self.backend.stop_comparisons(in_call=True)
+            register.cut_short.add(self)
             if calls is not None:
                 for hook in self.hooks:
                     hook.cut_short(calls)
-
-    def _rejoin_parts(self) -> None:
-        """Let the parts' ranks make their next call together. Collective: no rank is in the block any more."""
-        parts = self._parts_to_rejoin()
-        self._leave(parts)
-        for part in (*parts, self):
-            with part.watched("rejoin"):
-                part.backend.rejoin()
-                numbers = part.backend.exchange(part._number)
-            part.align(numbers)
-            part._is_left = False
-            _left.discard(part)
-        self._tell_hooks(None)
 
     def _set_hooks(self, hooks: Sequence[Hook]) -> None:
         # New lists: a stream's thread may be going through the old ones.
@@ -449,20 +359,6 @@ class ControlPlane:
         self._called = [hook.called for hook in hooks if type(hook).called is not Hook.called]
         self._before = [hook.before for hook in hooks if type(hook).before is not Hook.before]
         self._after = [hook.after for hook in hooks if type(hook).after is not Hook.after]
-
-    def _tell_hooks(self, failure: Failure | None) -> None:
-        for hook in self.hooks:
-            hook.failed(failure)
-
-    def _shared_error(self, error: Exception, newest: tuple[Stream, Event] | None) -> SharedError | None:
-        """The error that every rank raises: one that led to `error`, or that of the thread of this rank's newest call."""
-        found = list(causes(error))
-        if newest is not None and not self.is_async:
-            try:
-                newest[1].synchronize()
-            except RuntimeError as failure:
-                found += causes(failure)
-        return next((each for each in found if isinstance(each, SharedError) and each.comm is self), None)
 
     def _is_drained(self) -> bool:
         """True if `_drain` does not wait."""
@@ -484,63 +380,18 @@ class ControlPlane:
         return self.watched(name, *args)
 
 
-def _left_here() -> set[ControlPlane]:
-    """The communicators, without those of other threads, in a call of which an exception has cut this rank short."""
-    return {comm for comm in list(_left) if not comm._is_beside()}
-
-
-hooks_of_all: list[Hook] = []  # those of `hooked`, for a world that is made in its block, since ranks are lost
-
-
 @contextmanager
 def hooked(hook: Hook) -> Iterator[None]:
     """In the block, let `hook` observe the communicators that are open, those split from them, and those of later worlds.
 
     It comes before their other hooks: a comparison of the calls waits for the other ranks, and that is part of a call's time.
     """
-    hooks_of_all.insert(0, hook)
-    for comm in _open:
+    register.hooks.insert(0, hook)
+    for comm in register.open:
         comm._set_hooks((hook, *comm.hooks))
     try:
         yield
     finally:
-        hooks_of_all.remove(hook)
-        for comm in _open:
+        register.hooks.remove(hook)
+        for comm in register.open:
             comm._set_hooks([each for each in comm.hooks if each is not hook])
-
-
-@contextmanager
-def apart() -> Iterator[None]:
-    """`agree()` of a communicator that was made before the `with` block, or in it, sees no communicator of the other side.
-
-    Those made in the block are dropped at its end.
-    """
-    before = dict(_open)
-    _open.clear()
-    try:
-        yield
-    finally:
-        _open.clear()
-        _open.update(before)
-
-
-def abandon_all(why: str) -> None:
-    """Make no more calls on the communicators that are open, whose ranks cannot close them. why: what refused calls say."""
-    for comm in _open:
-        comm.is_closed, comm._ended = True, why
-        comm._newest, comm._newest_collective = None, PAST
-    _open.clear()
-    _left.clear()
-
-
-def abort_all() -> None:
-    """End what runs on the GPU, for a job that ends: all communicators that are open, as far as they can be aborted."""
-    for comm in list(_open):
-        with suppress(Exception):  # where one cannot be aborted, the others still are
-            comm._abort()
-
-
-def remove_hooks() -> None:
-    """Let the communicators that are open make their last calls without hooks: nothing observes them any more."""
-    for comm in _open:
-        comm._set_hooks(())

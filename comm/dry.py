@@ -138,7 +138,7 @@ class DryBackend(Backend):
     def stop_transfers(self) -> None:
         """Do nothing: no transfer runs."""
 
-    def leave(self, *, in_call: bool = False) -> None:
+    def stop_comparisons(self, *, in_call: bool = False) -> None:
         """Do nothing: nobody waits for this rank."""
 
     def rejoin(self) -> None:

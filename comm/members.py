@@ -253,11 +253,17 @@ def revoke(comm: MPI.Comm) -> None:
         comm.Revoke()
 
 
-# Written by `comm/bootstrap.py`.
+# Written by `bootstrap.py`, `recovery.py` and `replacement.py`.
 current: Members | None = None  # of the world; None where a lost rank ends the job
 has_lost = False  # whether this process has been in a world that lost ranks
 is_newcomer = False  # whether it has taken the place of a lost rank, and has done no step of a run yet: it ends alone
 Comm = TypeVar("Comm", bound="MPI.Comm")
+
+
+def current_members() -> Members:
+    """The ranks of the world of a job that survives."""
+    assert current is not None, "of a job that survives"
+    return current
 
 
 def check_lost() -> None:

@@ -117,7 +117,7 @@ class MpiBackend(Backend):
             each.end_reading()
         self._pairs.leave()
 
-    def leave(self, *, in_call: bool = False) -> None:
+    def stop_comparisons(self, *, in_call: bool = False) -> None:
         self._was_cut_short |= in_call
         self._meeting.leave(QUIT if in_call else LEFT)
 

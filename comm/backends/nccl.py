@@ -211,8 +211,8 @@ class NcclBackend(Backend):
     def stop_transfers(self) -> None:
         self._host.stop_transfers()
 
-    def leave(self, *, in_call: bool = False) -> None:
-        self._host.leave(in_call=in_call)
+    def stop_comparisons(self, *, in_call: bool = False) -> None:
+        self._host.stop_comparisons(in_call=in_call)
 
     def rejoin(self) -> None:
         self._host.rejoin()

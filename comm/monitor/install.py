@@ -13,7 +13,7 @@ import torch
 
 from ..calls import Hook
 from ..communicator import Communicator
-from ..control import abort_all, remove_hooks
+from ..control import register
 from ..dumps import DumpFolder
 from ..ending.report import log
 from ..recorder import Recorder
@@ -45,7 +45,7 @@ class Monitor:
         self._watchdog, self._exit_handlers = None, None
         if size > 1 or device.type == "cuda" or settings.survive:
             timing = Timing.from_settings(settings)
-            self._aborter = Aborter(timing, guard, abort_all if device.type == "cuda" else None)
+            self._aborter = Aborter(timing, guard, register.abort if device.type == "cuda" else None)
             try:
                 self._watchdog = Watchdog(comm, node, device, self.recorder, self._aborter, timing, survives=settings.survive)
             except BaseException:
@@ -96,7 +96,7 @@ class Monitor:
         """Wait until all ranks have reached their end. Collective over `comm`, which has all ranks."""
         if self._watchdog is not None:
             self._watchdog.leave()
-            comm.leave()
+            comm.meet_at_end()
             self._watchdog.stay()
 
     def patience(self, seconds: float) -> AbstractContextManager[None]:
@@ -112,7 +112,7 @@ class Monitor:
         if self._exit_handlers is not None:
             self._exit_handlers.close()
         self._aborter.close()
-        remove_hooks()
+        register.remove_hooks()
 
     def _after_fork(self) -> None:
         """A forked child has no MPI and none of the threads: it can do anything but communicate."""

@@ -174,7 +174,7 @@ def _timed(world: World, launches: Sequence[Launch]) -> tuple[float, list[float]
 @contextmanager
 def without_priority() -> Iterator[None]:
     """Streams that are made in the block have no priority."""
-    with mock.patch.dict(bootstrap._PRIORITIES, clear=True), mock.patch.dict(bootstrap._streams, clear=True):
+    with mock.patch.dict(bootstrap._PRIORITIES, clear=True), mock.patch.dict(bootstrap._process.streams, clear=True):
         yield
 
 

@@ -13,8 +13,8 @@ from itertools import islice
 
 import torch
 
+from ..comm import Communicator
 from ..comm.calls import RemoteError
-from ..comm.control import ControlPlane
 from ..comm.fingerprint import printable
 
 
@@ -37,7 +37,7 @@ class DamagedCheckpointError(CheckpointError):
 
 
 @contextmanager
-def agreed(comm: ControlPlane) -> Iterator[None]:
+def agreed(comm: Communicator) -> Iterator[None]:
     """Whatever a rank raises in the `with` block becomes a CheckpointError on every rank; else as `comm.agree()`.
 
     A DamagedCheckpointError remains one.

@@ -29,8 +29,7 @@ import run_program
 import shardrt
 from ranks import job, on_ranks, rank_environment, settings_of, wait_for
 from shardrt import checkpoint, launch
-from shardrt.checkpoint.run import run as checkpoint_run
-from shardrt.checkpoint.run import stop
+from shardrt.checkpoint.run import saves, stop
 from shardrt.checkpoint.run.random_state import RandomState
 from shardrt.checkpoint.run.stop import Noted, StopSignals
 from shardrt.checkpoint.saving.writing import Prepared
@@ -324,13 +323,13 @@ def steps_saved(run: shardrt.Run, total: int, clock: list[float], held: threadin
         found.append(int(folder.name.removeprefix("step-")))
         return submit(folder, *args, **kwargs)
 
-    with mock.patch.object(checkpoint_run, "async_save", note), run:
+    with mock.patch.object(saves, "async_save", note), run:
         for index in run.steps(total):
             clock[0] += 60.0
             if held is not None and index == 6:
                 held.set()
-            if run._saving is not None and (held is None or held.is_set()):
-                run._saving._task.wait()
+            if run._saves._saving is not None and (held is None or held.is_set()):
+                run._saves._saving._task.wait()
     return found
 
 
@@ -341,12 +340,12 @@ def test_saves_by_the_clock_of_rank_0(world: shardrt.World, tmp_path: Path) -> N
     # What the others' clocks say does not matter.
     time = mock.Mock(monotonic=lambda: clock[0] * (1 if world.rank == 0 else 7))
     write = Prepared.write
-    with mock.patch.object(checkpoint_run, "time", time):
+    with mock.patch.object(saves, "time", time):
         calls = []
         for name, every in (("a", "3min"), ("c", 3)):
             run = shardrt.Run(folder / name, make(), every=every)
-            compared = mock.Mock(wraps=run._comm.compare)
-            with mock.patch.object(run._comm, "compare", compared):
+            compared = mock.Mock(wraps=run._training.comm.compare)
+            with mock.patch.object(run._training.comm, "compare", compared):
                 assert steps_saved(run, 10, clock) == [3, 6, 9, 10]
             calls.append(compared.call_count)
         assert calls[0] == calls[1]
@@ -444,8 +443,8 @@ def test_a_stopped_run_saves_though_the_save_before_fails(world: shardrt.World, 
                 if index == 1:
                     failing.start()
                 if index == 2:
-                    assert run._saving is not None
-                    run._saving._task.wait()
+                    assert run._saves._saving is not None
+                    run._saves._saving._task.wait()
                     failing.stop()
                     os.kill(os.getpid(), signal.SIGUSR1)
 

@@ -30,11 +30,12 @@ import torch
 
 import shardrt.comm
 from ranks import skip_at_home
-from shardrt.comm import control, recorder, streams
+from shardrt.comm import recorder, streams
 from shardrt.comm.backends import libnccl, nccl_config
 from shardrt.comm.backends.mpi import MpiBackend
 from shardrt.comm.calls import Hook, PreMulSum, ReduceOp, Work
 from shardrt.comm.communicator import Communicator
+from shardrt.comm.control import register
 from shardrt.comm.dumps import DumpFolder
 from shardrt.comm.nccl_policy import CTA_POLICIES, NcclPolicy
 from shardrt.comm.pool import Pool
@@ -174,7 +175,7 @@ class Host:
 
     def stop_transfers(self) -> None: ...
 
-    def leave(self, *, in_call: bool = False) -> None: ...
+    def stop_comparisons(self, *, in_call: bool = False) -> None: ...
 
     def close(self) -> None:
         self.events.append(("host close",))
@@ -1278,13 +1279,13 @@ def test_a_communicator_that_has_ended_is_asked_no_more(double: Double, ended: s
 
 def test_all_that_are_open_are_aborted_but_those_in_a_call(double: Double) -> None:
     """NCCL frees what a call of another thread still uses. One that fails leaves the others to be aborted."""
-    with control.apart():
+    with register.apart():
         first, closed, busy, _ = (double.communicator(name=name) for name in ("first", "closed", "busy", "last"))
         closed.close()
         busy._thread = 1
         vars(first.backend).update(abort=lambda: 1 / 0)
         double.events.clear()
-        control.abort_all()
+        register.abort()
     assert double.events == [("abort",)]
 
 
