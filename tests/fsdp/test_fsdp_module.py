@@ -725,6 +725,19 @@ def test_moved_and_cast_after_sharding(world: World) -> None:
     assert not model.inp.weight.any()
 
 
+@pytest.mark.parametrize("runs_again", [False, True])
+@on_ranks(1, 2)
+def test_moved_between_forward_and_backward(world: World, runs_again: bool) -> None:
+    """The graph refers to parameters that are gone, also where a later forward has gathered the new ones."""
+    model = shard_blocks(OddMLP())
+    loss = loss_of(model, batch(0).float())
+    model.double()
+    if runs_again:
+        loss_of(model, batch(0)).backward()
+    with pytest.raises(RuntimeError, match=r"have moved to another dtype or device since the forward; run the forward again"):
+        loss.backward()
+
+
 @on_ranks(2)
 def test_offload_is_free_on_the_cpu(world: World) -> None:
     lines: list[str] = []

@@ -20,9 +20,8 @@ reduced in `reduce/`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -50,9 +49,6 @@ from ..reduce.coded import CodedReduction, QuantizedReduction
 from ..reduce.packed import PackedGrads
 from ..reduce.reduce import CustomReduction, GradientReduction
 from ..reduce.unpacked import UnpackedReduction
-
-if TYPE_CHECKING:  # a group and its runtime refer to each other
-    from .runtime import Runtime
 
 _ADVICE = (
     "where ranks leave out modules or parameters on purpose, let the others have zeros for their gradients: see "
@@ -117,7 +113,7 @@ class ParamGroup:
     visible: VisibleParams
 
     # Written by attach().
-    runtime: Runtime | None  # that of the root, made by its first forward; written by detach() too
+    runtime: Context | None  # that of the root, made by its first forward; written by detach() too
     _streams: Streams
     _sharded: list[nn.Parameter]  # of `params`
     _unsharded: list[nn.Parameter]
@@ -241,15 +237,16 @@ class ParamGroup:
         for child in self.children:
             yield from child.with_descendants()
 
-    def attach(self, runtime: Runtime, window: AllGather | None) -> None:
+    def attach(self, runtime: Context, window: AllGather | None, begin_hand_backward: Callable[[], None]) -> None:
         """Join the runtime of a root: make buffers, and everything that a step only replays.
 
         window: an all-gather through a symmetric window, if the group has one.
+        begin_hand_backward: called when a backward comes to code outside of the modules that has used gathered parameters.
         """
         self.runtime, self._streams = runtime, runtime.streams
         self._sharded = [param.sharded for param in self.params]
         self.gather.attach(runtime, self.settings, window, self)
-        self.visible.attach(self.params, HandUse(self.gather.full.holds, self.begin_hand_backward))
+        self.visible.attach(self.params, HandUse(self.gather.full.holds, begin_hand_backward))
         self._unsharded, self._shown = [param.unsharded for param in self.params], []
 
     def detach(self) -> None:
@@ -466,8 +463,7 @@ class ParamGroup:
 
     @property
     def _root_is_idle(self) -> bool:
-        assert self.runtime is not None, "it has gathered"
-        return self.runtime.root.calls.phase is GroupPhase.IDLE
+        return self.root.calls.phase is GroupPhase.IDLE
 
     def wait_unsharded(self) -> None:
         """Let compute wait for the gather, and let the modules see full parameters. No-op if both are done."""
@@ -602,24 +598,6 @@ class ParamGroup:
             return self.settings.reduce_unused
         unused = self.settings.reduce_unused and not reduced
         return self.settings.sync_gradients and (self.reduction.needs_reduction or unused)
-
-    def begin_hand_backward(self) -> None:
-        """The backward comes to a node of code outside of the modules that has used the gathered parameters."""
-        if self.runtime is None:
-            raise self.moved_since_forward()
-        self.runtime.begin_backward()
-        self.note_gradients()
-        with during(Step.PRE_BACKWARD, self):
-            if self.ready is None:  # else no rank communicates: others may not use the group by hand
-                self.unshard()
-            self.wait_unsharded()
-
-    def moved_since_forward(self) -> RuntimeError:
-        """The error of a backward whose forward ran before the group left its runtime."""
-        return RuntimeError(
-            f"backward of '{self.name}' (rank {self.mesh.rank}): its parameters have moved to another dtype or "
-            "device since the forward; run the forward again"
-        )
 
     def note_gradients(self) -> None:
         """Note that gradients are made on the current stream, or that it has waited for the one on which they were made."""
