@@ -34,9 +34,9 @@ class UnshardHandle:
     def wait(self) -> None:
         """Let compute wait for the gather, and register the full parameters. No-op the second time, and after a reshard."""
         for group in self._groups:
-            if group.ready is not None:
+            if group.state.gathered:
                 group.wait_unsharded()
-                group.visible.expose()
+                group.expose()
 
 
 class GradientReductionHandle:
@@ -404,7 +404,7 @@ class FSDPModule:
         """As any module's; it also clears the shards' gradients while modules have full parameters, as before a backward."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
         groups = groups_of([child for child in cast(nn.Module, self).modules() if isinstance(child, FSDPModule)])
-        for sharded in [param.sharded for group in groups if group.visible.unsharded for param in group.params]:
+        for sharded in [param.sharded for group in groups if group.state.shown for param in group.params]:
             if set_to_none:
                 sharded.grad = None
             elif sharded.grad is not None:

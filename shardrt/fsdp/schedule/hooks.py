@@ -31,6 +31,7 @@ from ..base import events
 from ..base.autograd import BackwardProgress, ForwardCall, GroupPhase
 from ..base.events import Step, during
 from ..base.trees import StandIns, tensors_in
+from .gather_state import GatherState
 from .param_group import ParamGroup
 from .registered import check_registered
 from .runtime import Runtime
@@ -55,13 +56,14 @@ def pre_forward(
             runtime.turns.start_forward(group)
         runtime.enter_forward(group)
     else:
-        if runtime.turns is not None and group.gather.needs_launch and (group.ready is None or group.gather.is_paused):
+        if runtime.turns is not None and group.gather.needs_launch and (not group.state.gathered or group.gather.is_paused):
             runtime.begin_backward(group)
             runtime.turns.start_backward(group)
             runtime.enter_backward(group)
         group.unshard()
         group.wait_unsharded()
-    group.visible.begin_forward()
+    if group.state is not GatherState.EXPOSED:
+        group.visible.begin_forward()
     dtype = group.mp_policy.param_dtype if group.mp_policy.cast_forward_inputs else None
     if torch.is_grad_enabled():
         return _watch_inputs(runtime, group, dtype, args, kwargs)
@@ -137,7 +139,7 @@ def _end_forward(
     runtime.leave_forward(group, is_last=group.calls.all_have_run(module))
     if group is runtime.root:
         runtime.end_forward(until_backward=is_watched)
-    elif group.visible.unsharded and (group.settings.user_has_unsharded or runtime.root.calls.phase is GroupPhase.IDLE):
+    elif group.state.shown and (group.settings.user_has_unsharded or runtime.root.calls.phase is GroupPhase.IDLE):
         group.pass_requires_grad_on()
         group.leave_unsharded(until_backward=is_watched)  # code outside of the module may compute with its parameters now
 
@@ -145,8 +147,8 @@ def _end_forward(
 def forward_failed(group: ParamGroup, *, ran: bool) -> None:
     """An exception has left the module's forward, or (ran: False) what comes before it."""
     _take_back(group)
-    if ran:
-        group.visible.expose()
+    if ran and group.state.shown:
+        group.expose()
 
 
 def _check_output_type(group: ParamGroup, output: object) -> None:
@@ -195,7 +197,7 @@ def start(group: ParamGroup) -> Runtime:
 def _pre_backward(runtime: Runtime, group: ParamGroup, call: ForwardCall) -> None:
     runtime.begin_backward(group)
     if not group.calls.begin_backward(call, group):
-        if group.visible.unsharded:
+        if group.state.shown:
             group.wait_unsharded()  # this output may be on another stream
         return
     group.note_gradients()

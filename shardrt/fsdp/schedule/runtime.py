@@ -130,8 +130,8 @@ class Runtime(context.Context):
             raise self._did_not_end()
         for group in self.groups:
             registered.check_registered(group, runs=group is self.root)
-            if group is not self.root and not group.settings.user_has_unsharded:
-                group.visible.show_sharded()  # what stays gathered is seen from its module's forward on, as in every forward
+            if group.state.shown and group is not self.root and not group.settings.user_has_unsharded:
+                group.hide()  # what stays gathered is seen from its module's forward on, as in every forward
         self._unknown.warn()
         self.turns = Turns.of(self, self.groups)
         self.recorded = torch.is_grad_enabled()  # for modules that this rank skips before its first one
@@ -187,10 +187,10 @@ class Runtime(context.Context):
         if is_last and group.reshards_after_forward and not used_next and not self.keeps_gathered:
             group.pass_requires_grad_on()
             group.finish_forward()
-        if is_last and group.ready is not None:
+        if is_last and group.state.gathered:
             # Hazard: without a graph, other ranks may write their shards as soon as their forward is over, whereas code around
             # the module may still compute here with what it sees. Where a backward follows, they cannot have left that yet.
-            group.gather.pause(reads_late=group.visible.unsharded and not torch.is_grad_enabled())
+            group.gather.pause(reads_late=group.state.shown and not torch.is_grad_enabled())
 
     def end_forward(self, *, until_backward: bool) -> None:
         """The root's forward is over: free what was gathered ahead and not used.
@@ -198,10 +198,9 @@ class Runtime(context.Context):
         until_backward: it has returned tensors to which a backward will come back.
         """
         for group in self.groups:
-            if group.visible.unsharded:
+            if shown := group.state.shown:
                 group.pass_requires_grad_on()
-            stays = self.keeps_gathered or self.recorded or not group.reshards_after_forward
-            if group.visible.unsharded and stays:
+            if shown and (self.keeps_gathered or self.recorded or not group.reshards_after_forward):
                 group.leave_unsharded(until_backward=until_backward)
             elif not self.keeps_gathered:
                 group.reshard()
@@ -240,8 +239,7 @@ class Runtime(context.Context):
             if self.turns is not None:
                 self.turns.backward.restart()
             for each in self.groups:
-                if each.visible.exposed:
-                    each.visible.conceal()
+                each.conceal()
                 each.follow_requires_grad(reduces=True)
             if self.replaced:
                 free_stale(self.groups)
@@ -253,7 +251,7 @@ class Runtime(context.Context):
         self.begin_backward(group)
         group.note_gradients()
         with during(Step.PRE_BACKWARD, group):
-            if group.ready is None:  # else no rank communicates: others may not use the group by hand
+            if not group.state.gathered:  # else no rank communicates: others may not use the group by hand
                 group.unshard()
             group.wait_unsharded()
 
@@ -391,7 +389,7 @@ class Runtime(context.Context):
                 group.reduction.drop_early()
             if group.calls.phase is GroupPhase.BACKWARD:
                 group.calls.end_backward(group)
-            if group.ready is not None:
+            if group.state.gathered:
                 group.finish_backward(is_needed=self.makes_graph)
         self.keeps_gathered = self.makes_graph
         if self._first_written is None:
