@@ -63,7 +63,7 @@ def _row(group: ParamGroup) -> tuple[str, ...]:
     numel = sum(param.shape.numel() for param in group.params)
     payload = sum(param.spec.nbytes for param in group.layout.placed)
     padding = f"{1 - payload / group.nbytes:.1%}" if group.params else ""
-    state = "sharded" if group.ready is None else "gathered"
+    state = "gathered" if group.state.gathered else "sharded"
     codes = "" if group.quantization.gather is None else f" of {str(group.quantization.gather).removeprefix('torch.')}"
     resident = group.gather.may_be_resident and group.settings.all_gather is None
     sizes = (_size(group.gather.shard_nbytes), _size(0 if resident else group.nbytes) + codes, _size(packed_nbytes(group)))

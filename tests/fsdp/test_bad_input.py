@@ -481,7 +481,7 @@ def test_evaluation_leaves_nothing_gathered(world: World) -> None:
         first = model(tokens(0))
         second = model(tokens(0))
     assert torch.equal(first, second)
-    assert all(group.ready is None for group in model.param_group.with_descendants())
+    assert not any(group.state.gathered for group in model.param_group.with_descendants())
     assert model.param_group.runtime.memory.in_use == 0
 
 

@@ -38,7 +38,7 @@ def test_forwards_without_gradients_around_training_steps(world: World, mode: ty
     evaluate(3, sharded)
     for step in range(4):
         torch.testing.assert_close(outputs[step, sharded], outputs[step, whole], rtol=TOLERANCE, atol=TOLERANCE)
-    assert not any(group.visible.unsharded for group in sharded.param_group.with_descendants() if group.reshards_after_forward)
+    assert not any(group.state.shown for group in sharded.param_group.with_descendants() if group.reshards_after_forward)
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
@@ -113,7 +113,7 @@ def test_token_by_token(world: World) -> None:
             torch.optim.SGD(model.parameters(), lr=0.5).step()
             model.zero_grad()
     root = sharded.param_group
-    assert root.runtime.memory.in_use == root.layout.nbytes * root.visible.unsharded
+    assert root.runtime.memory.in_use == root.layout.nbytes * root.state.shown
 
 
 class Energy(OddMLP):
@@ -178,7 +178,7 @@ def test_gradients_of_gradients(
                 found.backward()
             compare(whole, sharded, 1e-11, f"step {step}, buckets of {bucket}, recomputes {recomputes}")
             groups = list(sharded.param_group.with_descendants())
-            assert all(group.ready is None or group.gather.resident for group in groups), "freed again"
+            assert all(not group.state.gathered or group.gather.resident for group in groups), "freed again"
             for model in (whole, sharded):
                 torch.optim.SGD(model.parameters(), 1e-2).step()
                 model.zero_grad()

@@ -127,7 +127,7 @@ def test_storage_that_stays(world: World, options: dict[str, Any]) -> None:
     assert seen == 3 * seen[:count]
     assert len(seen) == 3 * count
     memory, groups = model.param_group.runtime.memory, list(model.param_group.with_descendants())
-    assert not any(group.visible.unsharded for group in groups)
+    assert not any(group.state.shown for group in groups)
     nbytes = {group: 0 if group.gather.resident else group.nbytes for group in groups}
     assert memory.in_use == sum(nbytes.values())
     model.set_keep_unsharded_storage(False, recurse=False)

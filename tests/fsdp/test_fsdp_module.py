@@ -14,6 +14,8 @@ import shardrt
 from ranks import on_ranks, settings_of, with_copies
 from shardrt.comm import Communicator, Stream, Work, World
 from shardrt.fsdp.api.fully_shard import _log_nothing_to_offload
+from shardrt.fsdp.schedule.gather_state import GatherState, Verb
+from shardrt.fsdp.schedule.param_group import ParamGroup
 from subclasses import Narrow
 from toys import (
     Elsewhere,
@@ -114,6 +116,57 @@ def test_modules_without_parameters(world: World) -> None:
     train_side_by_side(world, nn.Sequential(*layers).double(), map(batch, range(3)), shard=shard)
 
 
+def reach(state: GatherState) -> ParamGroup:
+    """A group in this state, by what brings one there."""
+    model = shard_blocks(OddMLP(), reshard_after_forward=1)
+    group: ParamGroup = model.blocks[0].param_group
+    loss = loss_of(model, batch(0).float())
+    assert group.state is GatherState.PART
+    if state is GatherState.SHARDED:
+        loss.backward()
+    elif state is GatherState.GATHERED:
+        model.blocks[0].unshard(async_op=True)
+    elif state is not GatherState.PART:
+        model.blocks[0].unshard()
+        if state is GatherState.SHOWN:
+            group.conceal()
+    assert group.state is state
+    return group
+
+
+@pytest.mark.parametrize("verb", Verb)
+@on_ranks(2)
+@with_copies
+def test_a_group_moves_by_the_table_alone(world: World, verb: Verb) -> None:
+    """Any other move is an error that names the group, its state and the verb, and changes nothing."""
+    for state in GatherState:
+        group, do = reach(state), mock.Mock()
+        if state in verb.origins:
+            group._move(verb, do)
+            assert group.state is verb.to
+            do.assert_called_once_with()
+            continue
+        word = verb.name.lower().replace("_", " ")
+        with pytest.raises(RuntimeError, match=f"cannot {word} 'blocks.0' while it is {state.name} \\(rank {world.rank}\\)"):
+            group._move(verb, do)
+        assert group.state is state
+        do.assert_not_called()
+
+
+@on_ranks(1, 2)
+def test_what_is_not_shown_is_not_exposed(world: World) -> None:
+    model = shard_blocks(OddMLP())
+    loss_of(model, batch(0).float()).backward()
+    group = model.blocks[0].param_group
+    for step in (group.expose, group.hide):
+        with pytest.raises(RuntimeError, match=f"cannot {step.__name__} 'blocks.0' while it is SHARDED"):
+            step()
+    group.conceal()
+    group.reshard()
+    group.wait_unsharded()
+    assert group.state is GatherState.SHARDED
+
+
 @on_ranks(2)
 def test_a_list_needs_a_root_around_it(world: World) -> None:
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
@@ -154,7 +207,7 @@ def test_unshard_ahead(world: World) -> None:
     for over in (handle, second):
         over.wait()  # for nothing: the shards are what there is
         assert isinstance(model.blocks[1].up.weight, shardrt.DTensor)
-        assert not model.blocks[1].param_group.visible.exposed
+        assert model.blocks[1].param_group.state is GatherState.SHARDED
     assert model.blocks[0].unshard() is None
     for block in model.blocks:
         block.reshard()
@@ -723,6 +776,19 @@ def test_moved_and_cast_after_sharding(world: World) -> None:
         kept[0].zero_()
     assert not model.unshard()
     assert not model.inp.weight.any()
+
+
+@pytest.mark.parametrize("runs_again", [False, True])
+@on_ranks(1, 2)
+def test_moved_between_forward_and_backward(world: World, runs_again: bool) -> None:
+    """The graph refers to parameters that are gone, also where a later forward has gathered the new ones."""
+    model = shard_blocks(OddMLP())
+    loss = loss_of(model, batch(0).float())
+    model.double()
+    if runs_again:
+        loss_of(model, batch(0)).backward()
+    with pytest.raises(RuntimeError, match=r"have moved to another dtype or device since the forward; run the forward again"):
+        loss.backward()
 
 
 @on_ranks(2)

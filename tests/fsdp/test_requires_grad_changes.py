@@ -387,7 +387,7 @@ def test_a_root_that_returns_nothing(world: World, blocks: bool) -> None:
             model.loss.backward()
             model.sample(x)
         compare(whole, sharded, 1e-12, f"step {step}")
-        assert all(group.ready is None or group.gather.resident for group in sharded.param_group.with_descendants())
+        assert all(not group.state.gathered or group.gather.resident for group in sharded.param_group.with_descendants())
 
 
 @on_ranks(1, 2)

@@ -49,7 +49,7 @@ def test_reshard_after_forward(world: World, reshard: bool | None) -> None:
     model = train_side_by_side(world, OddMLP().double(), map(batch, range(3)), shard=shard)
     with buckets_of(0):
         loss_of(model, batch(0))
-    kept = [group.ready is not None for group in model.param_group.with_descendants()]
+    kept = [group.state.gathered for group in model.param_group.with_descendants()]
     # By default the root and the block that the backward begins with stay gathered.
     assert kept == {True: [False] * 4, False: [True] * 4, None: [True, False, False, True]}[reshard]
 

@@ -260,14 +260,14 @@ def gathers_of(model: Any) -> list[str]:
     for group in model.param_group.with_descendants():
 
         def unshard(group: ParamGroup = group, original: Callable[[], None] = group.unshard) -> None:
-            if group.ready is None:
+            if not group.state.gathered:
                 events.append(group.name)
             original()
 
-        def reshard(group: ParamGroup = group, original: Callable[[], None] = group.reshard) -> None:
-            if group.ready is not None:
+        def reshard(group: ParamGroup = group, original: Callable[..., None] = group.reshard, **options: int | None) -> None:
+            if group.state.gathered:
                 events.append(f"-{group.name}")
-            original()
+            original(**options)
 
         group.unshard, group.reshard = unshard, reshard
     return events

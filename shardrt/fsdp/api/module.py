@@ -19,7 +19,7 @@ from ..base.events import Step, during
 from ..base.policy import CustomAllGather, CustomReduceScatter, PrefetchPolicy, RootSettings
 from ..schedule import hooks, moves, registered
 from ..schedule.param_group import GroupSettings, ParamGroup, free_stale
-from ..schedule.runtime import Runtime
+from ..schedule.runtime import Runtime, runtime_of
 from ..schedule.state_dicts import check_state_dict_options
 
 
@@ -34,9 +34,9 @@ class UnshardHandle:
     def wait(self) -> None:
         """Let compute wait for the gather, and register the full parameters. No-op the second time, and after a reshard."""
         for group in self._groups:
-            if group.ready is not None:
+            if group.state.gathered:
                 group.wait_unsharded()
-                group.visible.expose()
+                group.expose()
 
 
 class GradientReductionHandle:
@@ -87,7 +87,7 @@ class FSDPModule:
         They may be used by hand, alike on all ranks: a backward gathers them if need be, and averages their gradients.
         async_op: return at once; the handle's `wait()`, or the module's next forward, does the rest.
         """
-        runtime = self.param_group.runtime or hooks.start(self.param_group.root)
+        runtime = runtime_of(self.param_group) or hooks.start(self.param_group.root)
         runtime.streams.begin()
         for group in self.param_groups:
             registered.check_registered(group)
@@ -134,7 +134,7 @@ class FSDPModule:
 
         Raises RuntimeError during a backward, and after it until it is finalized.
         """
-        settings, runtime = self._root_settings("set_manual_backward_finalization"), self.param_group.runtime
+        settings, runtime = self._root_settings("set_manual_backward_finalization"), runtime_of(self.param_group)
         if enabled != settings.finalizes_by_hand and (in_backward() or (runtime is not None and runtime.is_left)):
             raise RuntimeError(
                 f"set_manual_backward_finalization({enabled}) on '{self.param_group.name}' before its backward is finalized "
@@ -154,14 +154,14 @@ class FSDPModule:
         Raises RuntimeError without that setting, and inside of a backward.
         """
         settings, group = self._root_settings("finalize_backward"), self.param_group
-        if group.runtime is not None:
+        if (runtime := runtime_of(group)) is not None:
             if not settings.finalizes_by_hand or in_backward():
                 raise RuntimeError(
                     f"finalize_backward on '{group.name}' (rank {group.mesh.rank}): expected a call after the backward, and "
                     "set_manual_backward_finalization(True) before it"
                 )
-            group.runtime.finalize_backward()
-        handle = GradientReductionHandle(group.runtime)
+            runtime.finalize_backward()
+        handle = GradientReductionHandle(runtime)
         if async_op:
             return handle
         handle.wait()
@@ -351,8 +351,8 @@ class FSDPModule:
     def reset_iter_state(self) -> None:
         """Drop an iteration that an exception has cut short, and all gradients. Call it on the root, on every rank."""
         self._root_settings("reset_iter_state")
-        if self.param_group.runtime is not None:
-            self.param_group.runtime.reset()
+        if (runtime := runtime_of(self.param_group)) is not None:
+            runtime.reset()
 
     def _settings(self, recurse: bool) -> Iterator[GroupSettings]:
         for module in cast(nn.Module, self).modules() if recurse else (self,):
@@ -390,8 +390,8 @@ class FSDPModule:
         groups = list(
             dict.fromkeys(group for module in inside if isinstance(module, FSDPModule) for group in module.param_groups)
         )
-        if self.param_group.runtime is not None:
-            self.param_group.runtime.settle()
+        if (runtime := runtime_of(self.param_group)) is not None:
+            runtime.settle()
         without_values = moves.on_meta(inside)
         for group in groups:
             moves.move(group, inside, fn)
@@ -404,7 +404,7 @@ class FSDPModule:
         """As any module's; it also clears the shards' gradients while modules have full parameters, as before a backward."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
         groups = groups_of([child for child in cast(nn.Module, self).modules() if isinstance(child, FSDPModule)])
-        for sharded in [param.sharded for group in groups if group.visible.unsharded for param in group.params]:
+        for sharded in [param.sharded for group in groups if group.state.shown for param in group.params]:
             if set_to_none:
                 sharded.grad = None
             elif sharded.grad is not None:
@@ -438,7 +438,7 @@ def run_forward(module: FSDPModule, forward: Callable[..., Any], args: tuple[Any
     first = module.param_groups[0]
     if first.calls.running:  # the module calls itself, or a registered method its forward: the outer call gathers
         return forward(*args, **kwargs)
-    runtime = first.runtime or hooks.start(first)  # which may give parameters groups of their own
+    runtime = runtime_of(first) or hooks.start(first)  # which may give parameters groups of their own
     try:
         for group in module.param_groups:
             with during(Step.PRE_FORWARD, group):

@@ -4,8 +4,8 @@
 |---------------------|---------|--------------------------------------------------|------------------------------------------|
 | launch              | gather  | this rank's shards (S,) -> full (N * S,)         | 1 all-gather, (N - 1) * S bytes          |
 | fill_unsharded      | compute | full -> the unsharded parameters                 | nothing: they are views of full          |
-| reshard_to_subgroup | gather  | 1 / k of full is copied to a post-forward shard  | that part copied                         |
-| launch              | gather  | post-forward shards of k ranks -> full           | 1 all-gather among k neighbouring ranks  |
+| keep_part           | gather  | 1 / k of full is copied to a post-forward shard  | that part copied                         |
+| launch_part         | gather  | post-forward shards of k ranks -> full           | 1 all-gather among k neighbouring ranks  |
 | release             | gather  | full is freed, after all that has read it        | no communication                         |
 
 Legend: N ranks; S bytes in a segment of the layout; k ranks that share a post-forward shard.
@@ -92,7 +92,7 @@ class Gather(ABC):
     offloads: bool  # the shards are on the host, the mesh on another device
     resident: bool  # the modules compute with the shards' own memory: a step copies and frees nothing; written by attach()
     full: FlatBuffer  # what is gathered; written by attach()
-    post_forward_shard: PostForwardShard | None  # what the last forward has kept, if anything
+    needs_launch: bool  # launch() does something: something is gathered, or the ranks meet; written by attach()
     custom: AllGather | None  # what gathers instead of `comm.all_gather`; written by attach()
     _policies: Policies
     _settings: StepSettings  # written by attach()
@@ -101,7 +101,8 @@ class Gather(ABC):
     _dtypes: list[torch.dtype]  # in which the parameters are gathered
     _fills: bool  # a gather first copies the shards to where it sends from
     _pairs: Sequence[Pair]  # written by attach()
-    _post_forward_shards: dict[int, PostForwardShard]  # by the number of ranks that share
+    _parts: dict[int, PostForwardShard]  # by the number of ranks that share
+    _part: PostForwardShard  # the one that was filled last; written by keep_part()
 
     def __init__(
         self,
@@ -114,12 +115,11 @@ class Gather(ABC):
         self.mesh = mesh
         self.comm = mesh.communicator("gather")
         self.offloads = policies.offload.applies_to(mesh.device)
-        self.custom, self.resident = None, False
+        self.custom, self.resident, self.needs_launch = None, False, True
         self._policies = policies
         self._dtypes = [policies.mixed_precision.compute_dtype(param.dtype) for param in params]
         self._pairs = ()
-        self._post_forward_shards = {}
-        self.post_forward_shard = None
+        self._parts = {}
         specs = [
             ParamSpec(param.name, tuple(param.shape), dtype.itemsize, param.dim, rows_only=param.rows_only)
             for param, dtype in zip(params, self._dtypes, strict=True)
@@ -155,11 +155,6 @@ class Gather(ABC):
         return False
 
     @property
-    def needs_launch(self) -> bool:
-        """Whether launch() does anything: something is gathered, or the ranks meet."""
-        return True
-
-    @property
     def joint(self) -> bool:
         """Whether its collectives may be launched together with other groups': nothing reads at once what they gather."""
         return self.custom is None and not self.is_local
@@ -190,6 +185,7 @@ class Gather(ABC):
         self._settings = settings
         self.custom = window or settings.all_gather
         self.resident = self.custom is None and self._become_resident()
+        self.needs_launch = not self.resident or self.mesh.size > 1
         self._buffers = BufferMaker(self.mesh.device, context.memory, group)
         self._pool = (settings.comm_memory and self.comm.pool()) or context.pool
         self.full, self._pairs = self._make_full(settings)
@@ -210,22 +206,22 @@ class Gather(ABC):
 
     def detach(self, stream: Stream) -> None:
         """Give the buffers up; nothing is gathered at the moment. stream: the gather stream."""
-        self.drop_post_forward_shard(stream)
-        self._post_forward_shards.clear()
+        self.drop_part(stream)
+        self._parts.clear()
         if self._pairs:  # attach() has made it; its memory may have been kept
             stream.submit(self.full.release)
 
     def launch(self, stream: Stream, *, keeps: bool) -> Work:
-        """Gather the shards, or the post-forward shards if a forward has left any, into `full`.
-
-        keeps: what is gathered is kept beyond the root's forward or backward.
-        """
+        """Gather the shards into `full`. keeps: what is gathered is kept beyond the root's forward or backward."""
         stream.submit(self.full.allocate)
-        if self.post_forward_shard is not None:
-            work = self.post_forward_shard.gather(stream)
-            self.drop_post_forward_shard(stream)
-            return work
         return self._gather_shards(stream)
+
+    def launch_part(self, stream: Stream) -> Work:
+        """Gather the post-forward shards that keep_part() has filled, which are freed, into `full`."""
+        stream.submit(self.full.allocate)
+        work = self._part.gather(stream)
+        self.drop_part(stream)
+        return work
 
     def _gather_shards(self, stream: Stream) -> Work:
         """Gather the shards of all ranks into `full`."""
@@ -279,19 +275,18 @@ class Gather(ABC):
         """Wait until this rank's shards may be written: no other rank reads them. Returns: False if this one does."""
         return True
 
-    def reshard_to_subgroup(self, ranks: int, stream: Stream) -> None:
-        """Keep a post-forward shard, from which this rank and its neighbours, `ranks` in all, gather next time."""
-        if ranks not in self._post_forward_shards:
+    def keep_part(self, ranks: int, stream: Stream) -> None:
+        """Fill a post-forward shard, from which this rank and its neighbours, `ranks` in all, gather next time."""
+        if ranks not in self._parts:
             gathered = [full_bytes for full_bytes, _ in self._pairs]
-            self._post_forward_shards[ranks] = PostForwardShard(ranks, self.mesh, gathered, self._buffers)
-        self.post_forward_shard = self._post_forward_shards[ranks]
-        stream.submit(self.post_forward_shard.fill)
+            self._parts[ranks] = PostForwardShard(ranks, self.mesh, gathered, self._buffers)
+        self._part = self._parts[ranks]
+        stream.submit(self._part.fill)
 
-    def drop_post_forward_shard(self, stream: Stream) -> None:
+    def drop_part(self, stream: Stream) -> None:
         """Free the post-forward shard, on the gather stream. No-op if there is none."""
-        if self.post_forward_shard is not None:
-            stream.submit(self.post_forward_shard.buffer.release)
-            self.post_forward_shard = None
+        for part in self._parts.values():
+            stream.submit(part.buffer.release)
 
 
 class FlatGather(Gather):

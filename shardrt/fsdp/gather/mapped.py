@@ -63,7 +63,7 @@ class MappedGather(FlatGather):
     """Gathers nothing where all ranks are on one node, or where there is one. Elsewhere, as a `FlatGather`."""
 
     _memory: NodeMemory | None = None  # of the node; written by _become_resident()
-    _state: Reading = Reading.NOTHING  # written by _meet(), fill_unsharded(), pause() and release()
+    _reading: Reading = Reading.NOTHING  # written by _meet(), fill_unsharded(), pause() and release()
     _keeps: bool = False  # what was launched is kept; written by launch(), resume() and keep()
     _filled: Sequence[int] = ()  # times_written() of the shards that were cast last; written by _cast()
     # Written by _discard_writes().
@@ -124,10 +124,6 @@ class MappedGather(FlatGather):
         else:
             self._own_views = self._views_of_own(LastingBuffer(self._own_part(self._memory), self._buffers), 0)
 
-    @property
-    def needs_launch(self) -> bool:
-        return not self.resident or self._memory is not None
-
     def launch(self, stream: Stream, *, keeps: bool) -> Work:
         if not self.resident:
             return super().launch(stream, keeps=keeps)
@@ -144,17 +140,17 @@ class MappedGather(FlatGather):
         """Read, once all ranks have come here. A rank that comes later has not begun, but others know that it will."""
         assert self._memory is not None, "it is resident"
         self._memory.begin_reading(self.comm.number + 1)
-        self._state = Reading.SHARED
+        self._reading = Reading.SHARED
         if not self._casts:
             snapshots.read_elsewhere[self._address] = ref(self)
         return self.comm.barrier(stream=stream)
 
     def fill_unsharded(self, stream: Stream) -> None:
         """Take a copy of what is kept, which others do not write."""
-        if self._memory is not None and self._keeps and self._state is Reading.SHARED:
+        if self._memory is not None and self._keeps and self._reading is Reading.SHARED:
             self._memory.take_copy()
             self._memory.end_reading()
-            self._state = Reading.COPY
+            self._reading = Reading.COPY
 
     def _cast(self, stream: Stream, *, anew: bool) -> None:
         """Cast the shards to where all ranks read them. anew: also if, as far as can be told, they have not changed."""
@@ -181,20 +177,20 @@ class MappedGather(FlatGather):
             super().release(stream, readers)
             return
         assert self._memory is not None, "a single rank releases nothing"
-        if self._state is Reading.COPY:
+        if self._reading is Reading.COPY:
             stream.submit(self._memory.discard_writes)
         self._memory.end_reading()
-        self._state = Reading.NOTHING
+        self._reading = Reading.NOTHING
 
     @property
     def is_paused(self) -> bool:
-        return self._memory is not None and self._state in (Reading.NOTHING, Reading.LATE)
+        return self._memory is not None and self._reading in (Reading.NOTHING, Reading.LATE)
 
     def pause(self, *, reads_late: bool = False) -> None:
-        if self._memory is not None and self._state in (Reading.SHARED, Reading.LATE):
+        if self._memory is not None and self._reading in (Reading.SHARED, Reading.LATE):
             if not reads_late:
                 self._memory.end_reading()
-            self._state = Reading.LATE if reads_late else Reading.NOTHING
+            self._reading = Reading.LATE if reads_late else Reading.NOTHING
 
     def resume(self, stream: Stream, *, keeps: bool) -> Work:
         """The ranks meet again: one that has paused longer than others would not be known to read."""
@@ -207,7 +203,7 @@ class MappedGather(FlatGather):
 
     def wait_for_readers(self) -> bool:
         """Wait until the other ranks have read what this one has read last. Returns: False if this one still does."""
-        if self._state in (Reading.SHARED, Reading.LATE):
+        if self._reading in (Reading.SHARED, Reading.LATE):
             return False
         if self._memory is not None:
             if not self.comm.is_closed:  # else its world has lost ranks, and nobody reads

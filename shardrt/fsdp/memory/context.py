@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 
 from ... import comm
@@ -61,19 +63,29 @@ class Streams:
             stream.recover()
 
 
-class Context:
+class Context(ABC):
     """What the groups under one root share. The root's `Runtime` is one; of that, groups use only what is declared here."""
 
     streams: Streams
     memory: MemoryCounter  # of all buffers of the groups
     pool: comm.Pool | None  # from which full parameters are allocated
+    recorded: bool  # the forward that ended last, of any module, has made nodes of a graph; set by `hooks` and a `Runtime`
+    # What a forward had left gathered was freed since shards were written: a graph may refer to it. Written by free_stale()
+    # and a `Runtime`, on all ranks alike.
+    replaced: bool
     _comm_buffer: CommBuffer | None  # written by make_comm_buffer()
 
     def __init__(self, device: torch.device, *, replicas: bool) -> None:
         self.memory = MemoryCounter()
         self.pool = comm.new_pool(device)
         self.streams = Streams(device, replicas=replicas)
+        self.recorded = self.replaced = False
         self._comm_buffer = None
+
+    @property
+    @abstractmethod
+    def is_left(self) -> bool:
+        """Whether a backward has run whose end is left to finalize_backward()."""
 
     @staticmethod
     def is_large(nbytes: int) -> bool:

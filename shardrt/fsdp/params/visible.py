@@ -1,4 +1,4 @@
-"""Which parameters a group's modules see: the shards, or the gathered parameters; and whether the user can reach the latter."""
+"""What a group's modules register: the shards, or the gathered parameters; and what is written to the latter."""
 
 from __future__ import annotations
 
@@ -21,14 +21,12 @@ LOOKS = 16  # of this many forwards, one, and the first ones
 class VisibleParams:
     """The parameters that are registered on a group's modules. They are exchanged around forward and backward.
 
-    The gathered parameters are exposed while the user's code can reach them. `conceal` copies to the shards what that code has
-    written to the gathered parameters. What modules write while they run, `take_writes` finds: by version counters, and what is
-    written through `data`, where none shows it, in some forwards. A parameter whose `data` was asked for in one of these is
-    watched in all others.
+    `ParamGroup.state` says which. The gathered parameters are exposed while the user's code can reach them. `conceal` copies to
+    the shards what that code has written to them. What modules write while they run, `take_writes` finds: by version counters,
+    and what is written through `data`, where none shows it, in some forwards. A parameter whose `data` was asked for in one of
+    these is watched in all others.
     """
 
-    unsharded: bool  # the modules see the unsharded parameters
-    exposed: bool  # the user can reach the unsharded parameters
     known: bool  # the user could once, and may have kept them; written by expose()
     was_exposed: bool  # or could since the last ParamGroup.follow_requires_grad(), which clears it; written by expose() as well
     _owners: list[tuple[dict[str, nn.Parameter | None] | Attributes, str, ShardedParam]]  # registry, attribute, parameter
@@ -44,8 +42,7 @@ class VisibleParams:
     _hand_use: HandUse | None  # written by attach()
 
     def __init__(self, params: Sequence[ShardedParam]) -> None:
-        self.unsharded = False
-        self.exposed = self.was_exposed = self.known = False
+        self.was_exposed = self.known = False
         self.linear = ()
         self._owners = [(owner.registry, owner.attribute, param) for param in params for owner in param.owners]
         self._watched, self._plain, self._memory, self._versions, self._hand_use = [], [], [], [], None
@@ -53,7 +50,7 @@ class VisibleParams:
 
     def attach(self, params: Sequence[ShardedParam], hand_use: HandUse) -> None:
         """Take the unsharded parameters, which have just been made: the user has not seen them yet."""
-        self.exposed = self.ran = False
+        self.ran = False
         self._hand_use = hand_use
         self._watched = [param for param in params if type(param.unsharded) is nn.Parameter]
         self._plain = [param.unsharded for param in self._watched]
@@ -73,9 +70,8 @@ class VisibleParams:
                 weight.__class__ = nn.Parameter  # type: ignore[assignment]
                 weight.__dict__.pop("handed", None)
 
-    def as_expected(self) -> bool:
-        """Whether the modules register exactly those of the group's parameters that they should see now."""
-        unsharded = self.unsharded
+    def registered(self, *, unsharded: bool) -> bool:
+        """Whether the modules register exactly these of the group's parameters: the unsharded ones, or the shards."""
         for registry, attribute, param in self._owners:
             if registry.get(attribute) is not (param.unsharded if unsharded else param.sharded):
                 return False
@@ -86,32 +82,23 @@ class VisibleParams:
         for registry, attribute, param in self._owners:
             if registry.get(attribute) is param.sharded:
                 registry[attribute] = param.unsharded
-        self.unsharded = True
 
     def show_sharded(self) -> None:
-        """Let the modules see the shards. No-op if they do."""
-        if self.unsharded:
-            self.replace_unsharded()
-            self.unsharded = False
-
-    def replace_unsharded(self) -> None:
         """Register the shards wherever the unsharded parameters are. Anything else stays, for the next forward to reject."""
         for registry, attribute, param in self._owners:
             if registry.get(attribute) is param.unsharded:
                 registry[attribute] = param.sharded
 
-    def repair(self) -> None:
-        """Register what the modules should see now, whatever is there."""
+    def repair(self, *, unsharded: bool) -> None:
+        """Register these, whatever is there."""
         for registry, attribute, param in self._owners:
-            registry[attribute] = param.unsharded if self.unsharded else param.sharded
+            registry[attribute] = param.unsharded if unsharded else param.sharded
 
     def begin_forward(self) -> None:
         """Let linear layers that run now compute gradients in place, or not, and notice what modules write to parameters.
 
-        No-op while the user can reach the parameters.
+        Not while they are exposed.
         """
-        if self.exposed:
-            return
         if self.linear:
             self._follow_grad_mode()
         self._forwards += 1
@@ -176,10 +163,8 @@ class VisibleParams:
         return any(watched.differs() for watched in self._watched if watched.sharded.handed_out)  # type: ignore[attr-defined]
 
     def expose(self) -> None:
-        """From now on the user's code can reach the unsharded parameters: notice what it writes to them. No-op if exposed."""
-        if self.exposed:
-            return
-        self.exposed = self.was_exposed = self.known = True  # first: a signal handler's exception may end this anywhere
+        """From now on the user's code can reach the unsharded parameters: notice what it writes to them."""
+        self.was_exposed = self.known = True
         for param, watched in zip(self._plain, self._watched, strict=True):
             param.sharded, param.hand_use = watched.sharded, self._hand_use  # type: ignore[attr-defined]
             param.__class__ = GatheredParameter
@@ -207,7 +192,6 @@ class VisibleParams:
                     if version != known:
                         watched.keep_writes()
             self._versions = versions
-        self.exposed = False
 
 
 def warn_of_writes(params: Iterable[ShardedParam], name: str, mesh: DeviceMesh) -> None:

@@ -31,6 +31,7 @@ from ..base import events
 from ..base.autograd import BackwardProgress, ForwardCall, GroupPhase
 from ..base.events import Step, during
 from ..base.trees import StandIns, tensors_in
+from .gather_state import GatherState
 from .param_group import ParamGroup
 from .registered import check_registered
 from .runtime import Runtime
@@ -55,13 +56,14 @@ def pre_forward(
             runtime.turns.start_forward(group)
         runtime.enter_forward(group)
     else:
-        if runtime.turns is not None and group.gather.needs_launch and (group.ready is None or group.gather.is_paused):
-            runtime.begin_backward()
+        if runtime.turns is not None and group.gather.needs_launch and (not group.state.gathered or group.gather.is_paused):
+            runtime.begin_backward(group)
             runtime.turns.start_backward(group)
             runtime.enter_backward(group)
         group.unshard()
         group.wait_unsharded()
-    group.visible.begin_forward()
+    if group.state is not GatherState.EXPOSED:
+        group.visible.begin_forward()
     dtype = group.mp_policy.param_dtype if group.mp_policy.cast_forward_inputs else None
     if torch.is_grad_enabled():
         return _watch_inputs(runtime, group, dtype, args, kwargs)
@@ -76,7 +78,8 @@ def _watch_inputs(
     args, kwargs = _replace_inputs(group, watch if dtype is None else lambda tensor: watch(_cast(dtype, tensor)), args, kwargs)
     if call.inputs == 0:
         # Hazard: Python's garbage collector cannot see these hooks: a reference in them keeps the model alive for ever.
-        group.calls.watch_gradients((param.unsharded for param in group.trainable), partial(_on_gradient, ref(group)))
+        on_gradient = partial(_on_gradient, ref(runtime), ref(group))
+        group.calls.watch_gradients((param.unsharded for param in group.trainable), on_gradient)
     return args, kwargs
 
 
@@ -115,7 +118,7 @@ def _watch_outputs(runtime: Runtime, group: ParamGroup, output: Any, tensors: Se
     if not torch.is_grad_enabled():  # the module has enabled them itself; its inputs are not watched
         group.calls.forward_call = ForwardCall()
     call = group.calls.forward_call
-    is_watched = runtime.watcher.watch_outputs(call, partial(_pre_backward, group, call), tensors)
+    is_watched = runtime.watcher.watch_outputs(call, partial(_pre_backward, runtime, group, call), tensors)
     if call.inputs and not tensors:
         _check_output_type(group, output)
     return is_watched
@@ -136,7 +139,7 @@ def _end_forward(
     runtime.leave_forward(group, is_last=group.calls.all_have_run(module))
     if group is runtime.root:
         runtime.end_forward(until_backward=is_watched)
-    elif group.visible.unsharded and (group.settings.user_has_unsharded or runtime.root.calls.phase is GroupPhase.IDLE):
+    elif group.state.shown and (group.settings.user_has_unsharded or runtime.root.calls.phase is GroupPhase.IDLE):
         group.pass_requires_grad_on()
         group.leave_unsharded(until_backward=is_watched)  # code outside of the module may compute with its parameters now
 
@@ -144,8 +147,8 @@ def _end_forward(
 def forward_failed(group: ParamGroup, *, ran: bool) -> None:
     """An exception has left the module's forward, or (ran: False) what comes before it."""
     _take_back(group)
-    if ran:
-        group.visible.expose()
+    if ran and group.state.shown:
+        group.expose()
 
 
 def _check_output_type(group: ParamGroup, output: object) -> None:
@@ -191,13 +194,10 @@ def start(group: ParamGroup) -> Runtime:
 # ---------------------------------------------------------------------- backward
 
 
-def _pre_backward(group: ParamGroup, call: ForwardCall) -> None:
-    runtime = group.runtime
-    if runtime is None:
-        raise group.moved_since_forward()
-    runtime.begin_backward()
+def _pre_backward(runtime: Runtime, group: ParamGroup, call: ForwardCall) -> None:
+    runtime.begin_backward(group)
     if not group.calls.begin_backward(call, group):
-        if group.visible.unsharded:
+        if group.state.shown:
             group.wait_unsharded()  # this output may be on another stream
         return
     group.note_gradients()
@@ -208,16 +208,15 @@ def _pre_backward(group: ParamGroup, call: ForwardCall) -> None:
     events.begin(Step.BACKWARD, group)
 
 
-def _on_gradient(reference: ref[ParamGroup], unsharded: torch.Tensor) -> None:
-    group = reference()
+def _on_gradient(runtime_ref: ref[Runtime], group_ref: ref[ParamGroup], unsharded: torch.Tensor) -> None:
+    runtime, group = runtime_ref(), group_ref()
+    assert runtime is not None, "its groups refer to it"
     assert group is not None, "the graph refers to it, at the outputs of its modules"
     group.note_gradients()
     if group.reduction_due(BackwardProgress.GRADIENT_READY):
-        runtime = group.runtime
-        assert runtime is not None, "a forward comes first"
         if runtime.turns is not None:
             return  # its turn to be reduced comes later
-        runtime.begin_backward()
+        runtime.begin_backward(group)
         # Hazard: resharding here would be too early. A node that saved a frozen or detached parameter may still have to run.
         runtime.reduce(group)
 

@@ -58,14 +58,14 @@ def move(group: ParamGroup, modules: Iterable[nn.Module], fn: Fn) -> None:
     Collective if the layout changes.   Raises RuntimeError in the middle of an iteration, or while there are gradients that
     are not reduced, if a dtype or device changes.
     """
-    if group.ready is None:
+    if not group.state.gathered:
         group.reshard_and_repair()
     check_replacements(group)
     holders, shards = set(modules), {}
     for param in group.params:
         registered = param.registered
         if registered is not None and any(owner.module in holders for owner in param.owners):
-            shards[param] = param.sharded if group.visible.unsharded else registered
+            shards[param] = param.sharded if group.state.shown else registered
     with torch.no_grad():
         moved = {param: fn(shard) for param, shard in shards.items()}
         if not all(_alike(shards[param], tensor) for param, tensor in moved.items()):

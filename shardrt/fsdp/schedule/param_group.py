@@ -5,14 +5,14 @@
 | unshard              | gather      | shard (S,) -> full (N * S,)                | 1 all-gather, (N - 1) * S bytes         |
 | wait_unsharded       | compute     | the modules see full parameters            | 1 event wait                            |
 | reshard              | gather      | the modules see shards; full is freed      | no communication                        |
-| reshard_to_subgroup  | gather      | the same, but 1 / k of full is kept        | that part copied; k ranks gather again  |
+| reshard(ranks=k)     | gather      | the same, but 1 / k of full is kept        | that part copied; k ranks gather again  |
 | pack_grads           | compute     | gradients -> packed                        | gradients read and written once         |
 | reduce_grads         | reduce      | packed -> this rank's segment              | 1 reduce-scatter                        |
 
 Legend: N ranks; S bytes in a segment of the layout; k neighbouring ranks. Compute is the stream that is current: the user may
 call each module on another.
-Invariant: between these steps, what is gathered exists exactly while `ready` is not None. Only a gather that failed may leave
-memory allocated while `ready` is None, or settings that keep it; the next gather uses that memory.
+Invariant: between these steps, what is gathered exists exactly while `state.gathered` (`gather_state.py`). Only a gather that
+failed may leave memory allocated otherwise, or settings that keep it; the next gather uses that memory.
 `hooks.py` calls these steps around a module's forward and backward; `runtime.py` calls the reduction for several groups at a
 time, and its last steps on the group's `GradientReduction`. How parameters are gathered is in `gather/`, how gradients are
 reduced in `reduce/`.
@@ -20,9 +20,9 @@ reduced in `reduce/`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -50,9 +50,7 @@ from ..reduce.coded import CodedReduction, QuantizedReduction
 from ..reduce.packed import PackedGrads
 from ..reduce.reduce import CustomReduction, GradientReduction
 from ..reduce.unpacked import UnpackedReduction
-
-if TYPE_CHECKING:  # a group and its runtime refer to each other
-    from .runtime import Runtime
+from .gather_state import GatherState, Verb
 
 _ADVICE = (
     "where ranks leave out modules or parameters on purpose, let the others have zeros for their gradients: see "
@@ -117,13 +115,14 @@ class ParamGroup:
     visible: VisibleParams
 
     # Written by attach().
-    runtime: Runtime | None  # that of the root, made by its first forward; written by detach() too
+    runtime: Context | None  # that of the root, made by its first forward; written by detach() too
     _streams: Streams
     _sharded: list[nn.Parameter]  # of `params`
     _unsharded: list[nn.Parameter]
 
     # Written by a step.
-    ready: Work | None  # done when the parameters are gathered; None while sharded; written by unshard() and reshard()
+    state: GatherState  # written by _move()
+    ready: Work  # of the newest gather, done when that is; written by unshard()
     _readers: dict[Stream, None]  # streams that used what is gathered; written by wait_unsharded() and reshard()
     _grad_streams: dict[Stream, None]  # streams that made gradients since the last pack_grads(); written by note_gradients()
     trainable: list[ShardedParam]  # those that get gradients; written by follow_requires_grad() and detach()
@@ -159,7 +158,7 @@ class ParamGroup:
         self.parent, self.children = None, []
         self.root_settings = RootSettings() if root_settings is None else root_settings
         self.calls = ModuleCalls(self._modules)
-        self.runtime, self.ready = None, None
+        self.runtime, self.state, self.ready = None, GatherState.SHARDED, DONE
         self._readers, self._grad_streams = {}, {}
         self.trainable, self.reduction, self._written, self._subjects = [], None, [], {}
         self._followed, self._flag_writes = [], -1
@@ -241,15 +240,16 @@ class ParamGroup:
         for child in self.children:
             yield from child.with_descendants()
 
-    def attach(self, runtime: Runtime, window: AllGather | None) -> None:
+    def attach(self, runtime: Context, window: AllGather | None, begin_hand_backward: Callable[[], None]) -> None:
         """Join the runtime of a root: make buffers, and everything that a step only replays.
 
         window: an all-gather through a symmetric window, if the group has one.
+        begin_hand_backward: called when a backward comes to code outside of the modules that has used gathered parameters.
         """
         self.runtime, self._streams = runtime, runtime.streams
         self._sharded = [param.sharded for param in self.params]
         self.gather.attach(runtime, self.settings, window, self)
-        self.visible.attach(self.params, HandUse(self.gather.full.holds, self.begin_hand_backward))
+        self.visible.attach(self.params, HandUse(self.gather.full.holds, begin_hand_backward))
         self._unsharded, self._shown = [param.unsharded for param in self.params], []
 
     def detach(self) -> None:
@@ -303,14 +303,14 @@ class ParamGroup:
         """
         # What the user has written to a gathered parameter makes the graph as it is; the end of the forward passes it on.
         if self._flag_writes == flag_writes.times:
-            self.visible.was_exposed = self.visible.exposed
+            self.visible.was_exposed = self.state is GatherState.EXPOSED
             return
-        if self.visible.unsharded or self.visible.known:  # between two calls inside of one forward of the root; by the user
+        if self.state.shown or self.visible.known:  # between two calls inside of one forward of the root; by the user
             self.pass_requires_grad_on()
         self._flag_writes, flags = flag_writes.times, list(map(requires_grad, self._sharded))
         if flags == self._followed and not self.visible.was_exposed:
             return
-        self.visible.was_exposed = self.visible.exposed
+        self.visible.was_exposed = self.state is GatherState.EXPOSED
         with as_plain_tensors(), outside_transforms():
             if flags == self._followed == list(map(requires_grad, self._unsharded)):
                 return
@@ -409,7 +409,7 @@ class ParamGroup:
     @property
     def is_kept(self) -> bool:
         """Whether something is gathered, all or a part: the same on all ranks."""
-        return self.ready is not None or self.gather.post_forward_shard is not None
+        return self.state is not GatherState.SHARDED
 
     def note_writes(self) -> bool:
         """Whether the shards were written since the last call, as far as this rank can tell."""
@@ -421,15 +421,16 @@ class ParamGroup:
 
         Cost: such shards, and this rank's part of what was gathered, are read.
         """
-        if self.ready is None or not self.gather.needs_launch or self.mesh.device.type != "cpu":
+        if not self.state.gathered or not self.gather.needs_launch or self.mesh.device.type != "cpu":
             return False
         self.ready.wait(self._streams.compute)
         return self.visible.differ()
 
     def free_kept(self) -> None:
         """Free what is gathered, all or a part."""
-        self.gather.drop_post_forward_shard(self._streams.gather)
         self.reshard()
+        if self.state is GatherState.PART:
+            self._move(Verb.FREE, partial(self.gather.drop_part, self._streams.gather))
 
     # ------------------------------------------------------------------ full parameters, in the order of a step
 
@@ -438,23 +439,38 @@ class ParamGroup:
         if not self.params:
             return
         if not self.gather.needs_launch:  # Cost: what follows takes 5 us
-            self.ready = DONE
+            if not self.state.gathered:
+                self._move(Verb.GATHER)
             return
-        if self.ready is not None and not self.visible.unsharded and not in_backward():
+        if self.state is GatherState.GATHERED and not in_backward():
             if self._root_is_idle:
                 free_stale([self])
             elif self._written[: len(self.params)] != [param.sharded._version for param in self.params]:
                 # Written in this forward, by all ranks alike. Cost: of telling each other, a call for each group.
                 self.note_writes()
                 self.free_kept()
-        if self.ready is not None and not self.gather.is_paused:
+        if self.state.gathered and not self.gather.is_paused:
             return
         with during(Step.GATHER, self), about(self.subject), outside_transforms():
-            if self.ready is None:
-                self.ready = self.gather.launch(self._streams.gather, keeps=self._keeps_gathered)
-            else:
+            if self.state.gathered:
                 self.ready = self.gather.resume(self._streams.gather, keeps=self._keeps_gathered)
                 self._readers.clear()  # also a stream that has read it before waits
+            else:
+                self._move(Verb.GATHER, self._launch)
+
+    def _launch(self) -> None:
+        if self.state is GatherState.PART:
+            self.ready = self.gather.launch_part(self._streams.gather)
+        else:
+            self.ready = self.gather.launch(self._streams.gather, keeps=self._keeps_gathered)
+
+    def _move(self, verb: Verb, do: Callable[[], None] | None = None) -> None:
+        """Write `state`, once `do` has run. Raises RuntimeError, before that, if the table does not allow it."""
+        if self.state not in verb.origins:
+            raise verb.refused(self.state, self)
+        if do is not None:
+            do()
+        self.state = verb.to
 
     @property
     def _keeps_gathered(self) -> bool:
@@ -466,45 +482,67 @@ class ParamGroup:
 
     @property
     def _root_is_idle(self) -> bool:
-        assert self.runtime is not None, "it has gathered"
-        return self.runtime.root.calls.phase is GroupPhase.IDLE
+        return self.root.calls.phase is GroupPhase.IDLE
 
     def wait_unsharded(self) -> None:
         """Let compute wait for the gather, and let the modules see full parameters. No-op if both are done."""
-        if self.ready is None:
+        if not self.state.gathered:
             return
         compute = self._streams.compute
-        if self.visible.unsharded and compute in self._readers:
+        if self.state.shown and compute in self._readers:
             return
         self._readers[compute] = None
         with during(Step.WAIT, self), outside_transforms():
             self.ready.wait(compute)
             self.gather.fill_unsharded(compute)
-            if not self.visible.unsharded:
-                self.visible.show_unsharded()
+            if not self.state.shown:
+                self._move(Verb.SHOW, self.visible.show_unsharded)
+
+    def expose(self) -> None:
+        """Notice what the user's code does with the full parameters, which it can reach from now on. No-op if it could."""
+        if self.state is not GatherState.EXPOSED:
+            self._move(Verb.EXPOSE)  # first: a signal handler's exception may end this anywhere
+            self.visible.expose()
+
+    def conceal(self) -> None:
+        """Keep what the user's code has written to full parameters, which it cannot reach any more. No-op if it could not."""
+        if self.state is GatherState.EXPOSED:
+            self._move(Verb.CONCEAL, self.visible.conceal)
+
+    def hide(self) -> None:
+        """Let the modules see the shards."""
+        self._move(Verb.HIDE, self.visible.show_sharded)
 
     def keep(self) -> None:
         """Let what is gathered be this rank's own until it is resharded: from now on ranks use it without meeting."""
         with outside_transforms():
             self.gather.keep(self._streams.compute)
 
-    def reshard(self) -> None:
-        """Let the modules see the shards and free what is gathered. No-op while sharded."""
-        if self.ready is None:
+    def reshard(self, *, ranks: int | None = None) -> None:
+        """Let the modules see the shards and free what is gathered. No-op while sharded.
+
+        ranks: keep a part: this rank and its neighbours, so many in all, gather the parameters from each other next time.
+        """
+        if not self.state.gathered:
             return
-        if self.visible.exposed:
-            self.visible.conceal()
+        if ranks is not None:
+            with during(Step.KEEP, self), about(self.subject), outside_transforms():
+                self.gather.keep_part(ranks, self._streams.gather)
+        self.conceal()
         writes = self._take_writes() if self.visible.ran else ()
-        self.visible.show_sharded()
+        self._move(Verb.FREE if ranks is None else Verb.KEEP_PART, self._release)
+        if writes:
+            self._keep_writes(writes)
+
+    def _release(self) -> None:
+        if self.state.shown:
+            self.visible.show_sharded()
         if self.gather.needs_launch:
             # The current stream has waited for streams that were used inside of the modules.
             self._readers[self._streams.compute] = None
             with during(Step.FREE, self):
                 self.gather.release(self._streams.gather, self._readers)
         self._readers.clear()
-        self.ready = None
-        if writes:
-            self._keep_writes(writes)
 
     def _take_writes(self) -> Sequence[tuple[ShardedParam, torch.Tensor]]:
         """What modules have written to gathered parameters while they ran: this rank's parts. The rest may be freed then."""
@@ -527,22 +565,13 @@ class ParamGroup:
         """Reshard. The modules see the shards even where the user's code has temporarily registered the gathered parameters."""
         self.reshard()
         if self.runtime is not None:
-            self.visible.replace_unsharded()
-
-    def reshard_to_subgroup(self, ranks: int) -> None:
-        """Reshard, but keep a part: this rank and its neighbours, `ranks` in all, gather the parameters from each other."""
-        if self.ready is not None:
-            with during(Step.KEEP, self), about(self.subject), outside_transforms():
-                self.gather.reshard_to_subgroup(ranks, self._streams.gather)
-            self.reshard()
+            self.visible.show_sharded()
 
     def finish_forward(self) -> None:
         """Reshard after the parameters' last use in a forward. If the settings say so, keep a part for the backward."""
         ranks = self.settings.reshard_after_forward
-        if isinstance(ranks, bool) or ranks is None or self.gather.resident or not self.makes_graph:
-            self.reshard()
-        else:
-            self.reshard_to_subgroup(ranks)
+        keeps_none = isinstance(ranks, bool) or self.gather.resident or not self.makes_graph
+        self.reshard(ranks=None if keeps_none else ranks)
 
     def leave_unsharded(self, *, until_backward: bool) -> None:
         """End a forward after which the parameters stay gathered.
@@ -550,11 +579,12 @@ class ParamGroup:
         until_backward: a backward will come back to what the forward has returned. Then, and inside of `unsharded`, the user
         can reach the gathered parameters from now on. Otherwise the modules see shards, since nothing would show them again.
         """
+        stays = until_backward or self.settings.user_has_unsharded
+        if not stays:
+            self.conceal()
         writes = self._take_writes() if self.visible.ran else ()
-        if until_backward or self.settings.user_has_unsharded:
-            self.visible.expose()
-        else:
-            self.visible.show_sharded()
+        if self.state.shown:
+            self.expose() if stays else self.hide()
         self.gather.pause()
         if writes:
             self._keep_writes(writes)
@@ -564,19 +594,13 @@ class ParamGroup:
 
         is_needed: they stay gathered, since a backward with create_graph=True has made a graph that refers to them.
         """
-        if self.ready is None:
+        if not self.state.gathered:
             return
         with during(Step.POST_BACKWARD, self):
-            if self.settings.user_has_unsharded:
-                self.leave_unsharded(until_backward=False)
-            elif self.settings.reshard_after_backward and not is_needed:
+            if self.settings.reshard_after_backward and not is_needed and not self.settings.user_has_unsharded:
                 self.reshard()
             else:
-                writes = self._take_writes() if self.visible.ran else ()
-                self.visible.show_sharded()
-                self.gather.pause()
-                if writes:
-                    self._keep_writes(writes)
+                self.leave_unsharded(until_backward=False)
 
     # ------------------------------------------------------------------ gradients, in the order of a step
 
@@ -602,24 +626,6 @@ class ParamGroup:
             return self.settings.reduce_unused
         unused = self.settings.reduce_unused and not reduced
         return self.settings.sync_gradients and (self.reduction.needs_reduction or unused)
-
-    def begin_hand_backward(self) -> None:
-        """The backward comes to a node of code outside of the modules that has used the gathered parameters."""
-        if self.runtime is None:
-            raise self.moved_since_forward()
-        self.runtime.begin_backward()
-        self.note_gradients()
-        with during(Step.PRE_BACKWARD, self):
-            if self.ready is None:  # else no rank communicates: others may not use the group by hand
-                self.unshard()
-            self.wait_unsharded()
-
-    def moved_since_forward(self) -> RuntimeError:
-        """The error of a backward whose forward ran before the group left its runtime."""
-        return RuntimeError(
-            f"backward of '{self.name}' (rank {self.mesh.rank}): its parameters have moved to another dtype or "
-            "device since the forward; run the forward again"
-        )
 
     def note_gradients(self) -> None:
         """Note that gradients are made on the current stream, or that it has waited for the one on which they were made."""
@@ -685,8 +691,8 @@ class ParamGroup:
         if self.reduction is not None:
             self.reduction.discard()
         self._grad_streams.clear()
-        self.gather.drop_post_forward_shard(self._streams.gather)
-        self.reshard()
+        self.free_kept()
+        self.gather.drop_part(self._streams.gather)  # where keep_part() has failed
 
 
 def free_stale(groups: Sequence[ParamGroup]) -> None:

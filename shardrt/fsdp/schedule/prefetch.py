@@ -78,7 +78,7 @@ class Order:
         if reach <= first:
             return []
         self._named = reach
-        return [group for group in self.groups[first:reach] if group.ready is None and group.gather.needs_launch]
+        return [group for group in self.groups[first:reach] if not group.state.gathered and group.gather.needs_launch]
 
 
 def _small_beside(one: ParamGroup, other: ParamGroup, largest: int) -> bool:

@@ -246,10 +246,10 @@ def check_registered(group: ParamGroup, *, runs: bool = True) -> None:
     From then on the user cannot reach the gathered parameters; what was written to them is kept. runs: it is the group's own
     modules that run now. Inside of `unsharded`, others around them may use its parameters by hand.
     """
-    if not group.visible.as_expected():
+    if not group.visible.registered(unsharded=group.state.shown):
         _repair(group)
-    if group.visible.exposed and (runs or not group.settings.user_has_unsharded):
-        group.visible.conceal()
+    if runs or not group.settings.user_has_unsharded:
+        group.conceal()
 
 
 def _repair(group: ParamGroup) -> None:
@@ -260,7 +260,7 @@ def _repair(group: ParamGroup) -> None:
             found = owner.registered
             if found is not param.sharded and found is not param.unsharded:
                 raise RuntimeError(f"{_replaced_too_late(group, found, _full_name(names, owner))} (rank {group.mesh.rank})")
-    group.visible.repair()
+    group.visible.repair(unsharded=group.state.shown)
 
 
 def _replaced_too_late(group: ParamGroup, found: torch.Tensor | None, name: str) -> str:

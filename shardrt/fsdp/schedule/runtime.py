@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from enum import Enum, auto
+from functools import partial
 
 import torch
 from torch import nn
@@ -61,13 +62,9 @@ class Runtime(context.Context):
     _in_flight: deque[tuple[Mapping[ParamGroup, PackedGrads], Sequence[Handoff]]]
     _reductions_in_flight: int  # the most buckets in flight; written when an iteration begins
     _reduced: set[ParamGroup]  # groups that were reduced in this backward
-    recorded: bool  # the forward that ended last, of any module, has made nodes of a graph; set by `hooks`, begin_forward()
     _forwards: int  # how many have begun so far
     _first_written: int | None  # `_writes()` when the first backward ended
     _end: End
-    # What a forward had left gathered was freed since shards were written: a graph may refer to it. Written by free_stale(),
-    # begin_backward() and reset(), on all ranks alike.
-    replaced: bool
     makes_graph: bool  # the newest backward was one with create_graph=True; written by begin_backward()
     # The graph of a backward with create_graph=True needs the gathered parameters, until the end of a backward that makes none;
     # written by begin_backward(), _finish_backward() and reset()
@@ -85,9 +82,9 @@ class Runtime(context.Context):
         self.turns = None
         self._to_reduce, self._to_reduce_nbytes = {}, 0
         self._in_flight, self._reductions_in_flight = deque(), 1
-        self._reduced, self.recorded = set(), False
+        self._reduced = set()
         self._forwards, self._first_written = 0, None
-        self._end, self.makes_graph, self.keeps_gathered, self.replaced = End.REACHED, False, False, False
+        self._end, self.makes_graph, self.keeps_gathered = End.REACHED, False, False
         names = {module: name for name, module in root.modules[0].named_modules()}
         _check_one_root(root, names)
         _rename(root, groups, names)
@@ -113,7 +110,7 @@ class Runtime(context.Context):
         symmetric_windows.check_same_windows(self.root, self.groups)
         windows = symmetric_windows.gathers(self.groups)
         for group in self.groups:
-            group.attach(self, windows.get(group))
+            group.attach(self, windows.get(group), partial(self._begin_hand_backward, group))
         whole = [group for group in self.groups if group.coded is None or group.coded.shards is None]
         sent = [
             group
@@ -133,8 +130,8 @@ class Runtime(context.Context):
             raise self._did_not_end()
         for group in self.groups:
             registered.check_registered(group, runs=group is self.root)
-            if group is not self.root and not group.settings.user_has_unsharded:
-                group.visible.show_sharded()  # what stays gathered is seen from its module's forward on, as in every forward
+            if group.state.shown and group is not self.root and not group.settings.user_has_unsharded:
+                group.hide()  # what stays gathered is seen from its module's forward on, as in every forward
         self._unknown.warn()
         self.turns = Turns.of(self, self.groups)
         self.recorded = torch.is_grad_enabled()  # for modules that this rank skips before its first one
@@ -190,10 +187,10 @@ class Runtime(context.Context):
         if is_last and group.reshards_after_forward and not used_next and not self.keeps_gathered:
             group.pass_requires_grad_on()
             group.finish_forward()
-        if is_last and group.ready is not None:
+        if is_last and group.state.gathered:
             # Hazard: without a graph, other ranks may write their shards as soon as their forward is over, whereas code around
             # the module may still compute here with what it sees. Where a backward follows, they cannot have left that yet.
-            group.gather.pause(reads_late=group.visible.unsharded and not torch.is_grad_enabled())
+            group.gather.pause(reads_late=group.state.shown and not torch.is_grad_enabled())
 
     def end_forward(self, *, until_backward: bool) -> None:
         """The root's forward is over: free what was gathered ahead and not used.
@@ -201,10 +198,9 @@ class Runtime(context.Context):
         until_backward: it has returned tensors to which a backward will come back.
         """
         for group in self.groups:
-            if group.visible.unsharded:
+            if shown := group.state.shown:
                 group.pass_requires_grad_on()
-            stays = self.keeps_gathered or self.recorded or not group.reshards_after_forward
-            if group.visible.unsharded and stays:
+            if shown and (self.keeps_gathered or self.recorded or not group.reshards_after_forward):
                 group.leave_unsharded(until_backward=until_backward)
             elif not self.keeps_gathered:
                 group.reshard()
@@ -224,8 +220,16 @@ class Runtime(context.Context):
 
     # ------------------------------------------------------------------ backward
 
-    def begin_backward(self) -> None:
-        """The first gradient of a backward is ready: have autograd call back at its end."""
+    def begin_backward(self, group: ParamGroup) -> None:
+        """A gradient is ready, of `group` or at its outputs. The first of a backward: have autograd call back at its end.
+
+        Raises RuntimeError if the group has left this runtime since the forward.
+        """
+        if group.runtime is not self:
+            raise RuntimeError(
+                f"backward of '{group.name}' (rank {group.mesh.rank}): its parameters have moved to another dtype or "
+                "device since the forward; run the forward again"
+            )
         if self._end is End.FAILED:
             raise self._did_not_end()
         if self._end is not End.QUEUED:
@@ -234,14 +238,22 @@ class Runtime(context.Context):
             progress.accumulates = not any(group.settings.sync_gradients for group in self.groups)
             if self.turns is not None:
                 self.turns.backward.restart()
-            for group in self.groups:
-                if group.visible.exposed:
-                    group.visible.conceal()
-                group.follow_requires_grad(reduces=True)
+            for each in self.groups:
+                each.conceal()
+                each.follow_requires_grad(reduces=True)
             if self.replaced:
                 free_stale(self.groups)
                 self.replaced = False
             queue_backward_callback(self._end_backward)
+
+    def _begin_hand_backward(self, group: ParamGroup) -> None:
+        """The backward comes to a node of code outside of the modules that has used the gathered parameters."""
+        self.begin_backward(group)
+        group.note_gradients()
+        with during(Step.PRE_BACKWARD, group):
+            if not group.state.gathered:  # else no rank communicates: others may not use the group by hand
+                group.unshard()
+            group.wait_unsharded()
 
     def _did_not_end(self) -> RuntimeError:
         return RuntimeError(
@@ -351,7 +363,6 @@ class Runtime(context.Context):
 
     @property
     def is_left(self) -> bool:
-        """Whether a backward has run whose end is left to finalize_backward()."""
         return self._end is End.LEFT
 
     def finalize_backward(self) -> None:
@@ -378,7 +389,7 @@ class Runtime(context.Context):
                 group.reduction.drop_early()
             if group.calls.phase is GroupPhase.BACKWARD:
                 group.calls.end_backward(group)
-            if group.ready is not None:
+            if group.state.gathered:
                 group.finish_backward(is_needed=self.makes_graph)
         self.keeps_gathered = self.makes_graph
         if self._first_written is None:
@@ -429,6 +440,13 @@ class Runtime(context.Context):
                 group.settings.reduce_hook_stream.recover()
         for group in self.groups:
             group.reset()
+
+
+def runtime_of(group: ParamGroup) -> Runtime | None:
+    """The runtime that the group has joined. Of that, the group itself knows what a `Context` declares."""
+    runtime = group.runtime
+    assert runtime is None or isinstance(runtime, Runtime)
+    return runtime
 
 
 def _reduction(group: ParamGroup) -> GradientReduction:
