@@ -66,8 +66,8 @@ def redistribute(local: torch.Tensor, source: Spec, target: Sequence[Placement])
 
 
 def plain(values: torch.Tensor) -> torch.Tensor:
-    """The values as a plain tensor, for communication: a subclass may keep its data in other memory or another format."""
-    if type(values) is torch.Tensor:
+    """The values as a plain tensor, for communication: a subclass may keep its data elsewhere, autograd's zeros have none."""
+    if type(values) is torch.Tensor and not values._is_zerotensor():
         return values
     return torch.empty(values.shape, dtype=values.dtype, device=values.device).copy_(values)
 
