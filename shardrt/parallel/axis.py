@@ -11,12 +11,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ..comm import Communicator, DeviceMesh, Event, ReduceOp, Stream, current_stream, world
+from ..comm import Communicator, DeviceMesh, Event, Stream, Work, current_stream, world
 from ..tensor.placement import Placement, Shard
+from ..tensor.redistribute import Change, and_wait
 from .random import RandomRegions
 
 
@@ -36,12 +37,20 @@ class Pending:
     out: torch.Tensor
     done: Event
     kept: tuple[torch.Tensor, ...]
-    unpack: Any = None
+    unpack: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def result(self) -> torch.Tensor:
         current_stream(self.out.device).wait(self.done)
         self.kept = ()
         return self.out if self.unpack is None else self.unpack(self.out)
+
+
+class Part(NamedTuple):
+    """This rank's part of a tensor. shape: of the whole, if the caller knows it; where nothing is split, it is the part's."""
+
+    local: torch.Tensor
+    placement: Placement
+    shape: torch.Size | None = None
 
 
 class Axis:
@@ -96,6 +105,15 @@ class Axis:
 
     # ------------------------------------------------------------------ sizes
 
+    def shape(self, part: Part) -> torch.Size:
+        """The shape of the whole tensor. Collective if the part does not know it, see `total`."""
+        local, placement, shape = part
+        if shape is not None or not isinstance(placement, Shard):
+            return local.shape if shape is None else shape
+        sizes = list(local.shape)
+        sizes[placement.dim] = self.total(sizes[placement.dim])
+        return torch.Size(sizes)
+
     def total(self, part: int) -> int:
         """The size of a dim of which this rank has `part` rows. Collective.
 
@@ -123,99 +141,30 @@ class Axis:
         """Note the size of a dim that is split; alike on every rank."""
         self._totals[parts(total, self.size)[self.rank]] = total
 
-    # ------------------------------------------------------------------ collectives, on the caller's stream
+    # ------------------------------------------------------------------ changes of placement
 
-    def all_reduce(self, local: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks: a new tensor."""
+    def changed(self, part: Part, target: Placement, *, in_place: bool = False) -> torch.Tensor:
+        """This rank's part by `target`, on the caller's stream: a new tensor. in_place: an all-reduce overwrites the part."""
         if self.size == 1:
-            return local
-        inp, stream = local.contiguous(), current_stream(local.device)
-        out = torch.empty_like(inp)
-        self.comm.all_reduce(out, inp, ReduceOp.SUM, stream=stream).wait(stream)
-        return out
+            return part.local
+        change = Change(self.comm, self.shape(part), part.placement, target)
+        return change(part.local, functools.partial(and_wait, in_place=True) if in_place else None)
 
-    def all_reduce_(self, local: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, in place. local: contiguous."""
-        if self.size > 1:
-            stream = current_stream(local.device)
-            self.comm.all_reduce(local, local, ReduceOp.SUM, stream=stream).wait(stream)
-        return local
+    def start(self, part: Part, target: Placement) -> Pending:
+        """As `changed`, on the side stream, beside a matmul. An all-reduce overwrites the part."""
+        return Change(self.side, self.shape(part), part.placement, target)(part.local, self._beside)
 
-    def gather(self, local: torch.Tensor, dim: int, total: int) -> torch.Tensor:
-        """All parts of `dim`, joined. Cost: the parts are padded to the largest; a copy, unless `dim` is outermost."""
-        if self.size == 1:
-            return local
-        stream = current_stream(local.device)
-        inp, out = self._gather_buffers(local, dim, total)
-        self.comm.all_gather(out, inp, stream=stream).wait(stream)
-        return self._joined(out, dim, total)
-
-    def reduce_scatter(self, full: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's part of `dim` of the sum over the ranks: a new tensor."""
-        if self.size == 1:
-            return full
-        stream = current_stream(full.device)
-        inp, out = self._scatter_buffers(full, dim)
-        self.comm.reduce_scatter(out, inp, ReduceOp.SUM, stream=stream).wait(stream)
-        return out.narrow(dim, 0, parts(full.shape[dim], self.size)[self.rank])
-
-    def cut(self, full: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's part of `dim`: a new tensor, contiguous."""
-        if self.size == 1:
-            return full
-        rows = parts(full.shape[dim], self.size)
-        own = full.narrow(dim, sum(rows[: self.rank]), rows[self.rank])
-        return own.clone(memory_format=torch.contiguous_format)
-
-    # ------------------------------------------------------------------ collectives beside a matmul
-
-    def start_all_reduce(self, local: torch.Tensor) -> Pending:
-        """As `all_reduce_`, on the side stream. The caller's stream may read the result after `result()`."""
-        self.side_stream.wait(current_stream(local.device).record())
-        work = self.side.all_reduce(local, local, ReduceOp.SUM, stream=self.side_stream)
-        return Pending(local, work.event, (local,))
-
-    def start_gather(self, local: torch.Tensor, dim: int, total: int) -> Pending:
-        """As `gather`, on the side stream."""
-        inp, out = self._gather_buffers(local, dim, total)
-        self.side_stream.wait(current_stream(local.device).record())
-        work = self.side.all_gather(out, inp, stream=self.side_stream)
-        return Pending(out, work.event, (inp, out), lambda out: self._joined(out, dim, total))
-
-    def start_reduce_scatter(self, full: torch.Tensor, dim: int) -> Pending:
-        """As `reduce_scatter`, on the side stream."""
-        inp, out = self._scatter_buffers(full, dim)
-        self.side_stream.wait(current_stream(full.device).record())
-        work = self.side.reduce_scatter(out, inp, ReduceOp.SUM, stream=self.side_stream)
-        rows = parts(full.shape[dim], self.size)[self.rank]
-        return Pending(out, work.event, (inp, out), lambda out: out.narrow(dim, 0, rows))
-
-    # ------------------------------------------------------------------ buffers
-
-    def _gather_buffers(self, local: torch.Tensor, dim: int, total: int) -> tuple[torch.Tensor, torch.Tensor]:
-        inp = _padded(local, dim, -(-total // self.size)).contiguous()
-        return inp, inp.new_empty((self.size, *inp.shape))
-
-    def _joined(self, out: torch.Tensor, dim: int, total: int) -> torch.Tensor:
-        """Join what a gather has received.   out: (N, ..., rows, ...), each rank's part, padded."""
-        shape = out.shape[1:]
-        joined = out.movedim(0, dim).reshape(*shape[:dim], self.size * shape[dim], *shape[dim + 1 :])
-        return joined if joined.shape[dim] == total else joined.narrow(dim, 0, total).contiguous()
-
-    def _scatter_buffers(self, full: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-        most = -(-full.shape[dim] // self.size)
-        blocks = _padded(full, dim, most * self.size).unflatten(dim, (self.size, most))
-        inp = blocks.movedim(dim, 0).contiguous()
-        return inp, inp.new_empty(inp.shape[1:])
-
-
-def _padded(tensor: torch.Tensor, dim: int, rows: int) -> torch.Tensor:
-    """The tensor with zeros behind its rows of `dim`, so that it has so many; itself if it has."""
-    if tensor.shape[dim] == rows:
-        return tensor
-    padded = tensor.new_zeros((*tensor.shape[:dim], rows, *tensor.shape[dim + 1 :]))
-    padded.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
-    return padded
+    def _beside(
+        self,
+        call: Callable[..., Work],
+        out: torch.Tensor | None,
+        inp: torch.Tensor,
+        *args: object,
+        unpack: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> Pending:
+        self.side_stream.wait(current_stream(inp.device).record())
+        out = inp if out is None else out
+        return Pending(out, call(out, inp, *args, stream=self.side_stream).event, (inp,), unpack)
 
 
 def owned(made: torch.Tensor) -> torch.Tensor:

@@ -21,9 +21,9 @@ from torch import nn
 from ..comm import world
 from ..comm.fingerprint import fingerprint_of
 from ..tensor.dtensor import DTensor
-from ..tensor.placement import Shard
+from ..tensor.placement import Replicate, Shard
 from ..torch_internals import Node, current_backward, queue_backward_callback, tree_leaves
-from .axis import Axis, parts
+from .axis import Axis, Part, parts
 
 _OUTPUT = "the output of"
 _HEADS = ("head", "heads", "n_head", "n_heads", "num_heads", "num_attention_heads", "nhead")
@@ -134,7 +134,9 @@ class FirstGradients:
     def _compare(self, running: int) -> None:
         seen = dict(sorted(self._seen.pop(running).items()))
         own = torch.cat([vector for vector, _ in seen.values()])
-        all_ranks = self._axis.gather(own[None], 0, self._axis.size).split([vector.numel() for vector, _ in seen.values()], 1)
+        shape = torch.Size((self._axis.size, *own.shape))
+        gathered = self._axis.changed(Part(own[None], Shard(0), shape), Replicate())
+        all_ranks = gathered.split([vector.numel() for vector, _ in seen.values()], 1)
         sizes = torch.stack([part.norm(dim=1).max() for part in all_ranks])
         differences = torch.stack([(part - part[0]).norm(dim=1).max() for part in all_ranks])
         differing = []

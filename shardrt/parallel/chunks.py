@@ -13,9 +13,11 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from .axis import Axis, Pending
+from ..tensor.placement import Partial, Replicate, Shard
+from .axis import Axis, Part, Pending
 
 CHUNKS = 4
+_PARTIAL, _REPLICATE, _ROWS = Partial(), Replicate(), Shard(0)
 
 
 def chunks_of(total: int, size: int) -> int:
@@ -26,21 +28,22 @@ def chunks_of(total: int, size: int) -> int:
 
 
 def gather_matmul(
-    axis: Axis, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dim: int, total: int
+    axis: Axis, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dim: int, shape: torch.Size
 ) -> torch.Tensor:
-    """`F.linear` of all parts of `dim`, of which `x` is this rank's."""
-    count = chunks_of(total, axis.size)
+    """`F.linear` of a tensor of `shape`, of which `x` is this rank's part of `dim`."""
+    count = chunks_of(shape[dim], axis.size)
     if count == 1:
-        return F.linear(axis.gather(x, dim, total), weight, bias)
-    rows = total // axis.size // count
+        return F.linear(axis.changed(Part(x, Shard(dim), shape), _REPLICATE), weight, bias)
+    rows = shape[dim] // axis.size // count
     parts = [part.contiguous() for part in x.movedim(dim, 0).split(rows)]
-    out = x.new_empty((*x.shape[:dim], total, *x.shape[dim + 1 : -1], weight.shape[0]))
+    chunk = torch.Size((axis.size * rows, *parts[0].shape[1:]))
+    out = x.new_empty((*shape[:-1], weight.shape[0]))
     places = out.movedim(dim, 0).unflatten(0, (axis.size, count, rows))
-    pending = axis.start_gather(parts[0], 0, axis.size * rows)
+    pending = axis.start(Part(parts[0], _ROWS, chunk), _REPLICATE)
     for index in range(count):
         gathered = pending.result()
         if index + 1 < count:
-            pending = axis.start_gather(parts[index + 1], 0, axis.size * rows)
+            pending = axis.start(Part(parts[index + 1], _ROWS, chunk), _REPLICATE)
         places[:, index].copy_(F.linear(gathered, weight, bias).unflatten(0, (axis.size, rows)))
     return out
 
@@ -49,10 +52,10 @@ def matmul_scatter(axis: Axis, x: torch.Tensor, weight: torch.Tensor, dim: int) 
     """This rank's part of `dim` of the sum over the ranks of `F.linear(x, weight)`."""
     count = chunks_of(x.shape[dim], axis.size)
     if count == 1:
-        return axis.reduce_scatter(F.linear(x, weight), dim)
+        return axis.changed(Part(F.linear(x, weight), _PARTIAL), Shard(dim))
     rows = x.shape[dim] // axis.size // count
     places = x.movedim(dim, 0).unflatten(0, (axis.size, count, rows))
     pending: list[Pending] = []
     for index in range(count):  # on the side stream, one after the other
-        pending.append(axis.start_reduce_scatter(F.linear(places[:, index], weight), 0))
+        pending.append(axis.start(Part(F.linear(places[:, index], weight), _PARTIAL), _ROWS))
     return torch.cat([chunk.result()[0] for chunk in pending]).movedim(0, dim).contiguous()

@@ -18,44 +18,41 @@ With create_graph=True the backwards are operations that autograd records, and n
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from ..comm.calls import now
-from ..tensor.placement import Shard
-from .axis import Axis, owned
+from ..tensor.placement import Placement, Shard
+from .axis import Axis, Part, owned
 from .chunks import gather_matmul, matmul_scatter
-from .relayout import PARTIAL, TERMS, Terms, Twin, gathered_with_summed_gradient, relayout, with_summed_gradient
+from .relayout import PARTIAL, REPLICATE, TERMS, TwinGradient, gradient_of, relayout
 
 Gradients = tuple[torch.Tensor | None, ...]
 
 
-def column(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, twin: Twin | None) -> torch.Tensor:
+def column(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, twin: torch.Tensor | None) -> torch.Tensor:
     """This rank's columns of the layer for a replicated x. twin: of x, None if x needs no gradient."""
-    x, weight, bias = _autocast(x if twin is None else twin.tensor, weight, bias)
-    return F.linear(x, weight, bias) if twin is None else _Column.apply(x, weight, bias, twin.terms)
+    x, weight, bias = _autocast(x if twin is None else twin, weight, bias)
+    return F.linear(x, weight, bias) if twin is None else _Column.apply(x, weight, bias, gradient_of(twin))
 
 
-def gathered_column(
-    axis: Axis, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dim: int, total: int, async_tp: bool
-) -> torch.Tensor:
-    """This rank's columns of the layer for an x of which this rank has its part of `dim`, `total` long."""
-    return _GatheredColumn.apply(*_autocast(x, weight, bias), axis, dim, total, async_tp)
+def gathered_column(axis: Axis, x: Part, weight: torch.Tensor, bias: torch.Tensor | None, async_tp: bool) -> torch.Tensor:
+    """This rank's columns of the layer for an x that is split in another dim than the last."""
+    return _GatheredColumn.apply(*_autocast(x.local, weight, bias), axis, x.placement, axis.shape(x), async_tp)
 
 
 def row(
-    axis: Axis, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dim: int | None, async_tp: bool
+    axis: Axis, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: Placement, async_tp: bool
 ) -> torch.Tensor:
-    """The layer for an x of which this rank has its part of the last dim. dim: of y, split over the ranks; None: replicated."""
+    """The layer for an x of which this rank has its part of the last dim. target: of y, split over the ranks or replicated."""
     x, weight, bias = _autocast(x, weight, bias)
     if axis.size == 1:
         return F.linear(x, weight, bias)
-    if dim is not None and dim < x.dim() - 1:
-        axis.remember(x.shape[dim])
-    return _Row.apply(x, weight, bias, axis, dim, async_tp)
+    if isinstance(target, Shard) and target.dim < x.dim() - 1:
+        axis.remember(x.shape[target.dim])
+    return _Row.apply(x, weight, bias, axis, target, async_tp)
 
 
 def _autocast(
@@ -75,8 +72,10 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 class _Column(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, terms: Terms) -> torch.Tensor:
-        ctx.terms, ctx.passes = terms, TERMS
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gradient: TwinGradient
+    ) -> torch.Tensor:
+        ctx.gradient, ctx.passes = gradient, TERMS
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return owned(F.linear(x, weight, bias))
 
@@ -87,7 +86,7 @@ class _Column(torch.autograd.Function):
         term = (rows @ weight).view(*grad.shape[:-1], weight.shape[1])
         has_graph = torch.is_grad_enabled()
         if not has_graph:
-            ctx.terms.add(term)  # the first reader's is summed into: it is a tensor of its own
+            ctx.gradient.add(term)  # the first reader's is summed into: it is a tensor of its own
         _, needs_weight, needs_bias, _ = ctx.needs_input_grad
         grad_weight = rows.t() @ _rows(x) if needs_weight else None
         return term if has_graph else None, grad_weight, rows.sum(0) if needs_bias else None, None
@@ -101,28 +100,26 @@ class _GatheredColumn(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         axis: Axis,
-        dim: int,
-        total: int,
+        source: Shard,
+        shape: torch.Size,
         async_tp: bool,
     ) -> torch.Tensor:
-        ctx.axis, ctx.dim, ctx.total, ctx.passes = axis, dim, total, TERMS
+        ctx.axis, ctx.source, ctx.shape, ctx.passes = axis, source, shape, TERMS
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         if async_tp:
-            return owned(gather_matmul(axis, x, weight, bias, dim, total))
-        return owned(F.linear(axis.gather(x, dim, total), weight, bias))
+            return owned(gather_matmul(axis, x, weight, bias, source.dim, shape))
+        return owned(F.linear(axis.changed(Part(x, source, shape), REPLICATE), weight, bias))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
-        axis, dim = ctx.axis, ctx.dim
+        axis, source = ctx.axis, ctx.source
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         rows = _rows(grad)
         if torch.is_grad_enabled():
             return *_GatheredColumn._with_graph(ctx, grad, rows), rows.sum(0) if needs_bias else None, None, None, None, None
-        gathered = axis.start_gather(x, dim, ctx.total) if needs_weight else None
-        reduced = None
-        if needs_x:
-            reduced = axis.start_reduce_scatter((rows @ weight).view(*grad.shape[:-1], weight.shape[1]), dim)
+        gathered = axis.start(Part(x, source, ctx.shape), REPLICATE) if needs_weight else None
+        reduced = axis.start(Part((rows @ weight).view(ctx.shape), PARTIAL), source) if needs_x else None
         grad_weight = None if gathered is None else rows.t() @ _rows(gathered.result())
         grad_bias = rows.sum(0) if needs_bias else None
         return None if reduced is None else reduced.result(), grad_weight, grad_bias, None, None, None, None
@@ -130,43 +127,43 @@ class _GatheredColumn(torch.autograd.Function):
     @staticmethod
     def _with_graph(ctx: Any, grad: torch.Tensor, rows: torch.Tensor) -> Gradients:
         """The gradients of x and of the weight."""
-        axis, dim = ctx.axis, ctx.dim
+        axis, source = ctx.axis, ctx.source
         x, weight = ctx.saved_tensors
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_x = relayout(axis, (rows @ weight).view(*grad.shape[:-1], weight.shape[1]), PARTIAL, Shard(dim))
+            grad_x = relayout(axis, Part((rows @ weight).view(ctx.shape), PARTIAL), source).local
         if ctx.needs_input_grad[1]:
-            grad_weight = rows.t() @ _rows(gathered_with_summed_gradient(axis, x, dim, ctx.total))
+            grad_weight = rows.t() @ _rows(relayout(axis, Part(x, source, ctx.shape), REPLICATE, summed=True).local)
         return grad_x, grad_weight
 
 
 class _Row(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, axis: Axis, dim: int | None, async_tp: bool
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        axis: Axis,
+        target: Placement,
+        async_tp: bool,
     ) -> torch.Tensor:
         needs_x, needs_weight, *_ = ctx.needs_input_grad
-        ctx.axis, ctx.dim, ctx.passes, ctx.whole = axis, dim, TERMS, now.subject if dim is None else None
+        ctx.axis, ctx.target, ctx.shape = axis, target, torch.Size((*x.shape[:-1], weight.shape[0]))
+        ctx.passes, ctx.whole = TERMS, now.subject if target == REPLICATE else None
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
-        if dim is None:
-            out = axis.all_reduce_(F.linear(x, weight))
-        else:  # `dim` may be the last one, of which `x` does not have the size
-            ctx.total = weight.shape[0] if dim == x.dim() - 1 else x.shape[dim]
-            in_chunks = async_tp and dim < x.dim() - 1
-            out = matmul_scatter(axis, x, weight, dim) if in_chunks else axis.reduce_scatter(F.linear(x, weight), dim)
+        if async_tp and isinstance(target, Shard) and target.dim < x.dim() - 1:
+            out = matmul_scatter(axis, x, weight, target.dim)
+        else:
+            out = axis.changed(Part(F.linear(x, weight), PARTIAL), target, in_place=True)
         return owned(out if bias is None else out.add_(bias))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
-        axis, dim = ctx.axis, ctx.dim
         x, weight = ctx.saved_tensors
         grad_bias = _rows(grad).sum(0) if ctx.needs_input_grad[2] else None
-        has_graph = torch.is_grad_enabled()
-        if dim is None:
-            grad = with_summed_gradient(axis, grad) if has_graph else grad
-        elif x is not None or weight is not None:
-            gather = axis.gather if not has_graph else functools.partial(gathered_with_summed_gradient, axis)
-            grad = gather(grad, dim, ctx.total)
+        if x is not None or weight is not None:
+            grad = relayout(ctx.axis, Part(grad, ctx.target, ctx.shape), REPLICATE, summed=torch.is_grad_enabled()).local
         rows = _rows(grad)
         grad_x = None if weight is None else (rows @ weight).view(*grad.shape[:-1], weight.shape[1])
         return grad_x, None if x is None else rows.t() @ _rows(x), grad_bias, None, None, None

@@ -22,11 +22,11 @@ from ..tensor.dtensor import DTensor
 from ..tensor.placement import Shard
 from ..torch_internals import in_backward
 from . import checks, replicated
-from .axis import parts
+from .axis import Part, parts
 from .linear import column, gathered_column, row
 from .parameters import check_ties
 from .partial_grads import run_exposed, visible
-from .relayout import PARTIAL, REPLICATE, relayout, twin_of
+from .relayout import PARTIAL, REPLICATE, nonnegative, relayout, twin_of
 from .state import AppliedStyle, ParallelState, Preparation
 from .vocabulary import masked_embedding
 
@@ -59,20 +59,17 @@ class ColwiseLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         tp, params = self.tp_state.style, self._parameters
         axis = tp.axis
-        x, source, total = tp.read(input)
+        x = tp.read(input)
         weight, bias = visible(params["weight"]), visible(params["bias"])
         check_weight(tp, weight, 0, self.out_features)
-        if type(source) is Shard and axis.size > 1 and source.dim < x.dim() - 1:
-            check_features(tp, x.shape[-1], self.in_features)
-            size = axis.total(x.shape[source.dim]) if total is None else total
-            out = gathered_column(axis, x, weight, bias, source.dim, size, tp.async_tp)
+        if type(x.placement) is Shard and axis.size > 1 and x.placement.dim < x.local.dim() - 1:
+            check_features(tp, x.local.shape[-1], self.in_features)
+            out = gathered_column(axis, x, weight, bias, tp.async_tp)
         else:
-            x = relayout(axis, x, source, REPLICATE, total)
-            check_features(tp, x.shape[-1], self.in_features)
-            out = column(x, weight, bias, twin_of(axis, x))
-        if tp.target is not LAST:
-            out = relayout(axis, out, LAST, tp.target, self.out_features)
-        return tp.finish(out, self, self.out_features if tp.target is LAST else None)
+            full = relayout(axis, x, REPLICATE).local
+            check_features(tp, full.shape[-1], self.in_features)
+            out = column(full, weight, bias, twin_of(axis, full))
+        return tp.finish(Part(out, LAST, torch.Size((*out.shape[:-1], self.out_features))), self)
 
 
 class RowwiseLinear(nn.Linear):
@@ -84,18 +81,17 @@ class RowwiseLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         tp, params = self.tp_state.style, self._parameters
         axis, target = tp.axis, tp.target
-        x, source, total = tp.read(input)
+        given = tp.read(input)
         weight, bias = visible(params["weight"]), visible(params["bias"], terms=isinstance(target, Shard))
         check_weight(tp, weight, 1, self.in_features)
-        x = relayout(axis, x, source, LAST, total)
+        x = relayout(axis, given, LAST).local
         check_features(tp, x.shape[-1], weight.shape[1])
-        dim = target.dim % x.dim() if isinstance(target, Shard) else None
-        if dim == x.dim() - 1 and bias is not None and axis.size > 1:
-            out = row(axis, x, weight, None, dim, False) + axis.cut(bias, 0)
+        target = nonnegative(target, x.dim())
+        if target == Shard(x.dim() - 1) and bias is not None and axis.size > 1:
+            out = row(axis, x, weight, None, target, False) + axis.changed(Part(bias, REPLICATE), Shard(0))
         else:
-            out = row(axis, x, weight, bias, dim, tp.async_tp)
-        split = None if dim is None else self.out_features if dim == x.dim() - 1 else x.shape[dim]
-        return tp.finish(out, self, split)
+            out = row(axis, x, weight, bias, target, tp.async_tp)
+        return tp.finish(Part(out, tp.target, torch.Size((*x.shape[:-1], self.out_features))), self)
 
 
 class ColwiseEmbedding(nn.Embedding):
@@ -106,13 +102,11 @@ class ColwiseEmbedding(nn.Embedding):
     @_about_itself
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         tp = self.tp_state.style
-        tokens, source, total = tp.read(input)
-        tokens = relayout(tp.axis, tokens, source, REPLICATE, total)
+        tokens = relayout(tp.axis, tp.read(input), REPLICATE).local
         weight = visible(self.weight)
         check_weight(tp, weight, 1, self.embedding_dim)
         out = F.embedding(tokens, weight, self.padding_idx, None, self.norm_type, self.scale_grad_by_freq, self.sparse)
-        out = relayout(tp.axis, out, LAST, tp.target, self.embedding_dim)
-        return tp.finish(out, self, self.embedding_dim if tp.target is LAST else None)
+        return tp.finish(Part(out, LAST, torch.Size((*tokens.shape, self.embedding_dim))), self)
 
 
 class RowwiseEmbedding(nn.Embedding):
@@ -123,14 +117,12 @@ class RowwiseEmbedding(nn.Embedding):
     @_about_itself
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         tp, axis = self.tp_state.style, self.tp_state.style.axis
-        tokens, source, total = tp.read(input)
-        tokens = relayout(axis, tokens, source, REPLICATE, total)
+        tokens = relayout(axis, tp.read(input), REPLICATE).local
         weight = visible(self.weight)
         check_weight(tp, weight, 0, self.num_embeddings)
         first_row = sum(parts(self.num_embeddings, axis.size)[: axis.rank])
         term = masked_embedding(tokens, weight, first_row, self.num_embeddings, padding_idx=self.padding_idx)
-        split = term.shape[tp.target.dim] if isinstance(tp.target, Shard) else None
-        return tp.finish(relayout(axis, term, PARTIAL, tp.target), self, split)
+        return tp.finish(Part(term, PARTIAL), self)
 
 
 def check_weight(tp: AppliedStyle, weight: torch.Tensor, dim: int, total: int) -> None:
@@ -166,16 +158,15 @@ class SequenceParallelModule(InFront):
     tp_state: ParallelState
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        tp, total = self.tp_state.style, None
+        tp, given = self.tp_state.style, None
         name, input = input_of(args, kwargs)
         if type(input) is DTensor:
-            local, source, total = tp.read(input)
-            args, kwargs = with_input(args, kwargs, name, relayout(tp.axis, local, source, tp.target, total))
-            total = total if source == tp.target else None
+            given = relayout(tp.axis, tp.read(input), tp.target)
+            args, kwargs = with_input(args, kwargs, name, given.local)
         tp.begin(self)  # type: ignore[arg-type]  # no boundary may have come before, of an input that the caller has cut
         out = run_exposed(self, super().forward, args, kwargs, terms=True)  # type: ignore[misc]
         tp.enter_region(self)  # type: ignore[arg-type]
-        return tp.seen(out, total)
+        return tp.seen(Part(out, tp.target) if given is None else Part(out, tp.target, given.shape))
 
 
 class OwnForwardModule(InFront):
@@ -187,12 +178,11 @@ class OwnForwardModule(InFront):
         tp = self.tp_state.style
         axis = tp.axis
         name, input = input_of(args, kwargs)
-        x, source, total = tp.read(input)
-        x = relayout(axis, x, source, REPLICATE, total)
+        x = relayout(axis, tp.read(input), REPLICATE).local
         twin = twin_of(axis, x)
-        args, kwargs = with_input(args, kwargs, name, x if twin is None else twin.tensor)
-        out = run_exposed(self, super().forward, args, kwargs)  # type: ignore[misc]
-        return tp.finish(relayout(axis, out, LAST, tp.target, tp.axis.total(out.shape[-1])), self)  # type: ignore[arg-type]
+        args, kwargs = with_input(args, kwargs, name, x if twin is None else twin)
+        out = Part(run_exposed(self, super().forward, args, kwargs), LAST)  # type: ignore[misc]
+        return tp.finish(out._replace(shape=axis.shape(out)), self)  # type: ignore[arg-type]
 
 
 def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str | None, Any]:

@@ -21,8 +21,8 @@ from ..comm import ReduceOp, current_stream
 from ..tensor.dtensor import DTensor
 from ..tensor.replaced import hooked, user_hooks
 from ..torch_internals import post_accumulate_grad_hooks, queue_backward_callback
-from .axis import Axis, axis_of
-from .relayout import with_summed_gradient
+from .axis import Axis, Part, axis_of
+from .relayout import REPLICATE, relayout
 
 _numbers = count()
 _UNSHARED = 3  # references to a gradient that nobody else holds: a field, a variable, an argument
@@ -89,7 +89,7 @@ def visible(param: torch.Tensor | None, *, terms: bool = False) -> torch.Tensor 
         return param._local_tensor
     if not param.is_leaf:  # torch.func.functional_call has put it in the parameter's place
         local = param.to_local()
-        return with_summed_gradient(axis_of(param.spec.mesh), local) if terms else local
+        return relayout(axis_of(param.spec.mesh), Part(local, REPLICATE), REPLICATE, summed=terms).local
     leaf: Leaf | None = param.__dict__.get("tp_leaf")
     if leaf is None or leaf.local is not param._local_tensor:
         leaf = param.__dict__["tp_leaf"] = Leaf(param, terms)

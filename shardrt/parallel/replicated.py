@@ -39,7 +39,7 @@ from ..tensor.placement import Replicate
 from ..tensor.replaced import sharded_of
 from ..tensor.replicated import marks_of
 from ..torch_internals import Node, in_backward, is_torch_node, leaf_of
-from .axis import Axis
+from .axis import Axis, Part
 from .checks import FirstGradients
 from .parameters import mark_terms
 from .partial_grads import summed
@@ -234,7 +234,7 @@ def _sum_edges(axis: Axis, use: _Use) -> None:
 def _summed_edge(axis: Axis, index: int, grads: Sequence[Any], _: Any) -> tuple[Any, ...] | None:
     if grads[index] is None:
         return None
-    return (*grads[:index], relayout(axis, grads[index], PARTIAL, REPLICATE), *grads[index + 1 :])
+    return (*grads[:index], relayout(axis, Part(grads[index], PARTIAL), REPLICATE).local, *grads[index + 1 :])
 
 
 class _Summed(torch.autograd.Function):
@@ -249,7 +249,7 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
-            return None, *[None if grad is None else relayout(ctx.axis, grad, PARTIAL, REPLICATE) for grad in grads]
+            return None, *[None if grad is None else relayout(ctx.axis, Part(grad, PARTIAL), REPLICATE).local for grad in grads]
         together: dict[torch.dtype, list[int]] = {}
         for index, grad in enumerate(grads):
             if grad is not None:

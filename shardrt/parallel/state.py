@@ -14,7 +14,7 @@ from torch import nn
 from ..tensor.placement import Placement, Shard
 from ..tensor.replicated import ModuleMarks
 from . import checks
-from .axis import Axis
+from .axis import Axis, Part
 from .expert_exchange import ExpertExchange
 from .relayout import REPLICATE, as_dtensor, local_of, relayout, shared_gather
 
@@ -41,8 +41,8 @@ class AppliedStyle:
     def __deepcopy__(self, memo: dict[int, Any]) -> AppliedStyle:
         return self
 
-    def read(self, value: torch.Tensor) -> tuple[torch.Tensor, Placement, int | None]:
-        """The local tensor of an input, its placement, and the size of its split dim, if known."""
+    def read(self, value: torch.Tensor) -> Part:
+        """This rank's part of an input."""
         if self.axis.first and self.source is REPLICATE:
             checks.same_data(self.axis, value, self.name)
         return local_of(self.axis, value, self.source, self.name)
@@ -57,13 +57,14 @@ class AppliedStyle:
         if self.axis.regions.enabled and module.training:
             self.axis.enter_region(self.target)
 
-    def finish(self, out: torch.Tensor, module: nn.Module, total: int | None = None) -> torch.Tensor:
-        """The output as the caller sees it. total: the size of the dim that `target` splits, if known."""
+    def finish(self, out: Part, module: nn.Module) -> torch.Tensor:
+        """The output as the caller sees it."""
+        out = relayout(self.axis, out, self.target)
         self.begin(module)
-        return self.seen(out, total)
+        return self.seen(out)
 
-    def seen(self, out: torch.Tensor, total: int | None) -> torch.Tensor:
-        return out if self.local_output else as_dtensor(self.axis, out, self.target, total)
+    def seen(self, out: Part) -> torch.Tensor:
+        return out.local if self.local_output else as_dtensor(self.axis, out)
 
 
 @dataclass(slots=True, eq=False)
@@ -106,17 +107,13 @@ class Preparation:
         axis = self.axis
         if axis.first and given == REPLICATE and not self.of_results:
             checks.same_data(axis, value, self.name)
-        local, source, total = local_of(axis, value, given, self.name)
-        target = source if desired is None else desired
-        if type(source) is Shard and target == REPLICATE and not self.of_results:
-            made = shared_gather(axis, local, source.dim, total)
+        part = local_of(axis, value, given, self.name)
+        target = part.placement if desired is None else desired
+        if type(part.placement) is Shard and target == REPLICATE and not self.of_results:
+            made = Part(shared_gather(axis, part), REPLICATE)
         else:
-            made = relayout(axis, local, source, target, total)
-        if self.local_output:
-            return made
-        if isinstance(target, Shard) and not (type(source) is Shard and source.dim == target.dim % local.dim()):
-            total = local.shape[target.dim]
-        return as_dtensor(axis, made, target, total)
+            made = relayout(axis, part, target)
+        return made.local if self.local_output else as_dtensor(axis, made)
 
 
 class Slot(NamedTuple):

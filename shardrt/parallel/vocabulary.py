@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from ..comm import Communicator, DeviceMesh, ReduceOp, current_stream
 from ..tensor.dtensor import DTensor, dtensor_of
 from ..tensor.placement import Placement, Replicate, Shard, Spec
-from .axis import axis_of
-from .relayout import all_reduced, summed_with_summed_gradient, with_summed_gradient
+from .axis import Part, axis_of
+from .relayout import PARTIAL, REPLICATE, all_reduced, relayout
 
 _CHUNK_NUMEL, _HOST_CHUNK_NUMEL = 2**24, 2**18  # Cost: so many float32 are temporary memory; on a CPU they fit in its cache
 
@@ -275,9 +275,9 @@ def _gradient_with_graph(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
     """The gradient of the logits, (M, C), by operations that autograd records. grad: (M,)."""
     logits, maxima, index, elsewhere, ignored, hard, scale, spread = ctx.saved_tensors
     axis = axis_of(ctx.mesh)
-    grad = with_summed_gradient(axis, grad.masked_fill(ignored, 0))
+    grad = relayout(axis, Part(grad.masked_fill(ignored, 0), REPLICATE), REPLICATE, summed=True).local
     exponentials = (logits.to(maxima.dtype) - maxima).exp()
-    sums = summed_with_summed_gradient(axis, exponentials.sum(1))
+    sums = relayout(axis, Part(exponentials.sum(1), PARTIAL), REPLICATE, summed=True).local
     factors = (scale * sums).masked_fill(ignored, 0).detach()
     made = exponentials * (grad * factors / sums).unsqueeze(1)
     if spread is not None:

@@ -11,6 +11,7 @@ in rank order, of any length, possibly 0. The local shard of a 0-dim tensor is 1
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -105,11 +106,7 @@ class Shard(Sharded):
     dim: int = 0
 
     def resolve(self, shape: torch.Size, size: int) -> RaggedShard:
-        rows = shape[self.dim] if shape else 1
-        most = -(-rows // size)
-        full, rest = divmod(rows, most) if most else (0, 0)
-        ranks = min(1, rest)  # one rank at most has fewer rows than the others, but some
-        return RaggedShard(self.dim, RankCounts(((most, full), (rest, ranks), (0, size - full - ranks))))
+        return _by_rule(self.dim, shape[self.dim] if shape else 1, size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +173,15 @@ class FlatShard(Sharded):
     def shard_numels(self, shape: torch.Size) -> RankCounts:
         """How many elements of a tensor of `shape` each rank holds."""
         return self.counts
+
+
+@functools.lru_cache(maxsize=4096)
+def _by_rule(dim: int, rows: int, size: int) -> RaggedShard:
+    """What `Shard(dim)` says of so many rows on so many ranks."""
+    most = -(-rows // size)
+    full, rest = divmod(rows, most) if most else (0, 0)
+    ranks = min(1, rest)  # one rank at most has fewer rows than the others, but some
+    return RaggedShard(dim, RankCounts(((most, full), (rest, ranks), (0, size - full - ranks))))
 
 
 ResolvedShard = RaggedShard | FlatShard  # with explicit counts for every rank

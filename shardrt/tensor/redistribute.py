@@ -19,12 +19,14 @@ Then each changing axis takes its new placement, the outermost first. Axes that 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 
-from ..comm import Communicator, ReduceOp, current_stream
+from ..comm import Communicator, ReduceOp, Work, current_stream
 from .placement import (
     FlatShard,
     Partial,
@@ -39,6 +41,7 @@ from .placement import (
     unflattened,
 )
 
+Run = Callable[..., Any]
 REPLICATE = Replicate()
 
 
@@ -57,14 +60,14 @@ def redistribute(local: torch.Tensor, source: Spec, target: Sequence[Placement])
         if placements[axis] != placement:
             old, placements[axis] = placements[axis], REPLICATE
             comm = mesh[mesh.axis_names[axis]].communicator("tensor")
-            local = change_axis(comm, local_shape(mesh, placements, source.shape), local, old, placement)
+            local = Change(comm, local_shape(mesh, placements, source.shape), old, placement)(local)
             placements[axis] = placement
     return local
 
 
 def plain(values: torch.Tensor) -> torch.Tensor:
-    """The values as a plain tensor, for communication: a subclass may keep its data in other memory or another format."""
-    if type(values) is torch.Tensor:
+    """The values as a plain tensor, for communication: a subclass may keep its data elsewhere, autograd's zeros have none."""
+    if type(values) is torch.Tensor and not values._is_zerotensor():
         return values
     return torch.empty(values.shape, dtype=values.dtype, device=values.device).copy_(values)
 
@@ -113,28 +116,91 @@ def _order_matters(a: Placement, b: Placement) -> bool:
     return isinstance(a, Sharded) and isinstance(b, Sharded) and (a.dim == b.dim or FlatShard in (type(a), type(b)))
 
 
-def change_axis(comm: Communicator, shape: torch.Size, local: torch.Tensor, old: Placement, new: Placement) -> torch.Tensor:
-    """`redistribute` along one axis, the ranks of `comm`. shape: of what the axis distributes."""
-    change = next((change for a, b, change in _CHANGES if isinstance(old, a) and isinstance(new, b)), None)
-    if isinstance(old, Sharded) and isinstance(new, Sharded) and old.dim != new.dim and _order_matters(old, new):
-        change = None  # a flat shard's elements are not contiguous along another dim
-    if change is None:
-        return change_axis(comm, shape, change_axis(comm, shape, local, old, REPLICATE), REPLICATE, new)
-    return change(comm, shape, local, old, new)
+class Change(NamedTuple):
+    """A change of placement along one axis, the ranks of `comm`: called with a shard by `old`, it returns that by `new`.
+
+    shape: of what the axis distributes.
+    """
+
+    comm: Communicator
+    shape: torch.Size
+    old: Any  # placements, of the kinds that the table says
+    new: Any
+
+    def __call__(self, local: torch.Tensor, run: Run | None = None) -> Any:
+        """Collective. run: makes the call of a change that is one, in the place of `and_wait`, and its result is returned."""
+        if self.old == self.new:
+            return local
+        return _by(*map(type, self[2:]))(self, local, run or and_wait)
 
 
-def _all_gather(comm: Communicator, shape: torch.Size, local: torch.Tensor, old: Sharded, new: Replicate) -> torch.Tensor:
-    shard, stream = old.resolve(shape, comm.size), current_stream(comm.device)
-    numels = shard.shard_numels(shape)
-    padded = local.new_empty(numels.largest)
-    padded[: local.numel()] = flattened(local, shard.dim)
-    rows = local.new_empty((comm.size, numels.largest))
-    comm.all_gather(rows, padded, stream=stream).wait(stream)
-    return unflattened(torch.cat([row[:numel] for row, numel in zip(rows, numels, strict=True)]), shape, shard.dim)
+def and_wait(
+    call: Callable[..., Work],
+    out: torch.Tensor | None,
+    inp: torch.Tensor,
+    *args: object,
+    unpack: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    in_place: bool = False,
+) -> torch.Tensor:
+    """Make a call on the caller's stream. out: None: as `inp`; the same tensor if `in_place`.   unpack: `out` to the result."""
+    stream = current_stream(inp.device)
+    if out is None:
+        out = inp if in_place else torch.empty_like(inp)
+    call(out, inp, *args, stream=stream).wait(stream)
+    return out if unpack is None else unpack(out)
 
 
-def _all_to_all(comm: Communicator, shape: torch.Size, local: torch.Tensor, old: Sharded, new: Sharded) -> torch.Tensor:
-    source, target, stream = old.resolve(shape, comm.size), new.resolve(shape, comm.size), current_stream(comm.device)
+def _all_gather(change: Change, local: torch.Tensor, run: Run) -> torch.Tensor:
+    comm, shape, old, _ = change
+    shard = old.resolve(shape, comm.size)
+    counts, dim, flat = shard.counts, shard.dim, _is_flat(shard, shape)
+    at = 0 if flat else dim
+    inp, most = local, counts.largest
+    if inp.shape[at] != most:
+        inp = local.new_empty((*local.shape[:at], most, *local.shape[at + 1 :]))
+        inp.narrow(at, 0, local.shape[at]).copy_(local)
+
+    def joined(out: torch.Tensor) -> torch.Tensor:
+        if counts.total == most * comm.size:
+            full = out.movedim(0, at).flatten(at, at + 1)
+        else:
+            full = torch.cat([part.narrow(at, 0, count) for part, count in zip(out, counts, strict=True)], at)
+        return unflattened(full, shape, dim) if flat else full.contiguous()
+
+    return run(comm.all_gather, inp.new_empty((comm.size, *inp.shape)), inp.contiguous(), unpack=joined)
+
+
+def _reduce_scatter(change: Change, local: torch.Tensor, run: Run) -> torch.Tensor:
+    comm, shape, old, new = change
+    shard = new.resolve(shape, comm.size)
+    counts, dim = shard.counts, shard.dim
+    if _is_flat(shard, shape):
+        local, dim = flattened(local, dim), 0
+    most, own = counts.largest, counts[comm.rank]
+    if counts.total == most * comm.size:
+        inp = local.unflatten(dim, (comm.size, most)).movedim(dim, 0).contiguous()
+    else:
+        inp = local.new_zeros((comm.size, *local.shape[:dim], most, *local.shape[dim + 1 :]))
+        for row, piece in zip(inp, local.split(tuple(counts), dim), strict=True):
+            row.narrow(dim, 0, piece.shape[dim]).copy_(piece)
+    cut = None if own == most else lambda out: out.narrow(dim, 0, own).contiguous()
+    return run(comm.reduce_scatter, inp.new_empty(inp.shape[1:]), inp, old.reduce_op, unpack=cut)
+
+
+def _is_flat(shard: ResolvedShard, shape: torch.Size) -> bool:
+    """Whether ranks have runs of elements, as 1-D tensors, not of rows."""
+    return isinstance(shard, FlatShard) or not shape
+
+
+def _all_reduce(change: Change, local: torch.Tensor, run: Run) -> torch.Tensor:
+    return run(change.comm.all_reduce, None, local.contiguous(), change.old.reduce_op)
+
+
+def _all_to_all(change: Change, local: torch.Tensor, run: Run) -> torch.Tensor:
+    comm, shape, old, new = change
+    if old.dim != new.dim and _order_matters(old, new):  # a flat shard's elements are not contiguous along another dim
+        return _through_replicated(change, local, run)
+    source, target = old.resolve(shape, comm.size), new.resolve(shape, comm.size)
     mine = target.shard_shape(shape, comm.rank)
     if source.dim == target.dim:  # the same order of elements, other boundaries
         inp, sent, blocks = flattened(local, source.dim), _overlap_numels(source, target, shape, comm.rank), []
@@ -144,11 +210,13 @@ def _all_to_all(comm: Communicator, shape: torch.Size, local: torch.Tensor, old:
         inp, sent = torch.cat([shard.reshape(-1) for shard in shards]), [shard.numel() for shard in shards]
         blocks = [source.shard_shape(mine, peer) for peer in range(comm.size)]
         received = [block.numel() for block in blocks]
-    out = local.new_empty(mine.numel())
-    comm.all_to_all(out, inp.contiguous(), received, sent, stream=stream).wait(stream)
-    if not blocks:
-        return unflattened(out, mine, target.dim)
-    return torch.cat([each.view(block) for each, block in zip(out.split(received), blocks, strict=True)], dim=source.dim)
+
+    def joined(out: torch.Tensor) -> torch.Tensor:
+        if not blocks:
+            return unflattened(out, mine, target.dim)
+        return torch.cat([each.view(block) for each, block in zip(out.split(received), blocks, strict=True)], dim=source.dim)
+
+    return run(comm.all_to_all, local.new_empty(mine.numel()), inp.contiguous(), received, sent, unpack=joined)
 
 
 def _overlap_numels(mine: ResolvedShard, theirs: ResolvedShard, shape: torch.Size, rank: int) -> list[int]:
@@ -158,35 +226,25 @@ def _overlap_numels(mine: ResolvedShard, theirs: ResolvedShard, shape: torch.Siz
     return [max(0, min(stop, end) - max(start, begin)) for begin, end in pairwise(edges)]
 
 
-def _all_reduce(comm: Communicator, shape: torch.Size, local: torch.Tensor, old: Partial, new: Replicate) -> torch.Tensor:
-    inp, stream = local.contiguous(), current_stream(comm.device)
-    out = torch.empty_like(inp)
-    comm.all_reduce(out, inp, old.reduce_op, stream=stream).wait(stream)
-    return out
-
-
-def _reduce_scatter(comm: Communicator, shape: torch.Size, local: torch.Tensor, old: Partial, new: Sharded) -> torch.Tensor:
-    shard, rank, stream = new.resolve(shape, comm.size), comm.rank, current_stream(comm.device)
-    numels = shard.shard_numels(shape)
-    rows = local.new_zeros((comm.size, numels.largest))
-    for row, piece in zip(rows, flattened(local, shard.dim).split(tuple(numels)), strict=True):
-        row[: piece.numel()] = piece
-    out = local.new_empty(numels.largest)
-    comm.reduce_scatter(out, rows, old.reduce_op, stream=stream).wait(stream)
-    return unflattened(out[: numels[rank]], shard.shard_shape(shape, rank), shard.dim)
-
-
-def _copy_local_shard(
-    comm: Communicator, shape: torch.Size, local: torch.Tensor, old: Replicate, new: Placement
-) -> torch.Tensor:
+def _copy_local_shard(change: Change, local: torch.Tensor, run: Run) -> torch.Tensor:
+    comm, shape, _, new = change
     return new.resolve(shape, comm.size).local_shard(local, comm.rank).clone(memory_format=torch.contiguous_format)
 
 
-_CHANGES: list[tuple[type[Placement], type[Placement], Callable[..., torch.Tensor]]] = [
+def _through_replicated(change: Change, local: torch.Tensor, run: Run) -> torch.Tensor:
+    return _copy_local_shard(change, change._replace(new=REPLICATE)(local), run)
+
+
+@functools.cache
+def _by(old: type[Placement], new: type[Placement]) -> Callable[[Change, torch.Tensor, Run], torch.Tensor]:
+    return next(change for a, b, change in _CHANGES if issubclass(old, a) and issubclass(new, b))
+
+
+_CHANGES: list[tuple[type[Placement], type[Placement], Callable[[Change, torch.Tensor, Run], torch.Tensor]]] = [
     (Sharded, Replicate, _all_gather),
     (Sharded, Sharded, _all_to_all),
     (Partial, Replicate, _all_reduce),
     (Partial, Sharded, _reduce_scatter),
-    (Replicate, Sharded, _copy_local_shard),
-    (Replicate, Partial, _copy_local_shard),
+    (Replicate, Placement, _copy_local_shard),
+    (Placement, Partial, _through_replicated),
 ]

@@ -20,7 +20,7 @@ from shardrt.parallel import (
     cross_entropy,
     parallelize_module,
 )
-from shardrt.parallel.axis import axis_of, parts
+from shardrt.parallel.axis import Part, axis_of, parts
 from shardrt.parallel.relayout import relayout
 from toys import warns_of_create_graph
 from toys_tp import (
@@ -93,14 +93,14 @@ def test_every_change_of_a_boundary_twice(world: World) -> None:
     for source in (R, S0, S1, Shard(2)):
         for target in (R, S0, S1, Shard(2)):
             local = local_of(x, source, world)
-            out = relayout(axis, local, source, target)
+            out = relayout(axis, Part(local, source), target).local
             (grad,) = torch.autograd.grad(out.pow(3).sum(), local, create_graph=True)
             (grad * local_of(v, source, world)).sum().backward()
             close(grad_of(local), local_of(6 * x.detach() * v, source, world), source, target)
     total = sum(range(1, world.size + 1))
     for target in (R, S0, S1):
         term = (x.detach() * (world.rank + 1)).requires_grad_()
-        out = relayout(axis, term, Partial(), target)
+        out = relayout(axis, Part(term, Partial()), target).local
         (grad,) = torch.autograd.grad(out.pow(3).sum(), term, create_graph=True)
         # What reads a gradient of a term has, on each rank, a term of the gradient.
         (grad * v / world.size).sum().backward()

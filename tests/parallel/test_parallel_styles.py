@@ -24,8 +24,9 @@ from shardrt.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from shardrt.parallel.axis import Axis, Pending, axis_of, parts
+from shardrt.parallel.axis import Axis, Part, Pending, axis_of, parts
 from shardrt.parallel.relayout import as_dtensor, relayout
+from shardrt.tensor.placement import Placement
 from toys_tp import (
     Transformer,
     compare,
@@ -276,7 +277,7 @@ def test_every_change_of_a_boundary_is_differentiable(world: World) -> None:
     for source in (R, S0, S1, Shard(2)):
         for target in (R, S0, S1, Shard(2)):
             local = local_of(x, source, world)
-            out = relayout(axis, local, source, target)
+            out = relayout(axis, Part(local, source), target).local
             assert torch.equal(out, local_of(x, target, world)), (source, target)
             if out is not local:  # a tensor of its own, which may be written to
                 out += 1.0
@@ -286,10 +287,12 @@ def test_every_change_of_a_boundary_is_differentiable(world: World) -> None:
     total = sum(range(1, world.size + 1))
     for target in (R, S0, S1):
         term = (x.detach() * (world.rank + 1)).requires_grad_()
-        out = relayout(axis, term, Partial(), target)
+        out = relayout(axis, Part(term, Partial()), target).local
         torch.testing.assert_close(out, local_of(x.detach() * total, target, world))
         (out * local_of(weights, target, world)).sum().backward()
         torch.testing.assert_close(term.grad, weights)
+    with pytest.raises(NotImplementedError, match="expected Shard, Replicate, or Partial, a sum"):
+        relayout(axis, Part(x, Partial("avg")), R)
 
 
 @on_ranks(2, 3)
@@ -314,11 +317,11 @@ def test_modules_that_read_one_tensor_share_one_reduction(world: World, monkeypa
     axis = axis_of(world.mesh)
     early: list[torch.Tensor] = []
 
-    def start(terms: torch.Tensor) -> Pending:
-        early.append(terms)
-        return Axis.start_all_reduce(axis, terms)
+    def start(part: Part, target: Placement) -> Pending:
+        early.append(part.local)
+        return Axis.start(axis, part, target)
 
-    monkeypatch.setattr(axis, "start_all_reduce", start)
+    monkeypatch.setattr(axis, "start", start)
 
     class Readers(nn.Module):
         def __init__(self) -> None:
@@ -368,7 +371,7 @@ def test_activations_are_freed_without_the_garbage_collector(world: World) -> No
 
     def note(_: nn.Module, inputs: tuple[Any, ...], out: torch.Tensor) -> None:
         local, *_ = getattr(inputs[0], "tp_local", inputs)
-        seen.append(ref(local.tp_twin.tensor))
+        seen.append(ref(local.tp_twin[0]))
 
     for layer in model.layers:
         layer.attention.q.register_forward_hook(note)
@@ -556,12 +559,12 @@ def fail(grad: torch.Tensor) -> None:
 def test_activations_as_dtensors(world: World) -> None:
     """Elementwise operations and redistribute work; what would gather is refused; on replicated ones everything runs."""
     axis, x = axis_of(world.mesh), data(2, 5, 4)
-    sharded = as_dtensor(axis, local_of(x, S1, world), S1, 5)
+    sharded = as_dtensor(axis, Part(local_of(x, S1, world), S1, x.shape))
     assert ((sharded * 2 + sharded).redistribute([R]).to_local() == 3 * x).all()
     for operation in (lambda t: t.view(-1, 4), lambda t: t @ t.new_ones(4, 4), lambda t: t.softmax(1), lambda t: t[0]):
         with pytest.raises(NotImplementedError, match="needs elements of other ranks"):
             operation(sharded)
-    layer, replicated = nn.Linear(4, 3).double(), as_dtensor(axis, x, R)
+    layer, replicated = nn.Linear(4, 3).double(), as_dtensor(axis, Part(x, R))
     out = layer(replicated.view(10, 4).sin())
     assert type(out) is torch.Tensor
     out.sum().backward()

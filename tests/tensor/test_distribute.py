@@ -13,7 +13,7 @@ from placements import drawn, sample_placements
 from ranks import on_ranks
 from shardrt import DTensor, FlatShard, Partial, RaggedShard, Replicate, Shard, distribute_tensor
 from shardrt.comm import DeviceMesh, World
-from shardrt.parallel.axis import axis_of
+from shardrt.parallel.axis import Part, axis_of
 from shardrt.parallel.relayout import as_dtensor
 from shardrt.tensor import Placement
 
@@ -265,6 +265,6 @@ def test_factories(world: World) -> None:
 def test_redistributed_activations_are_still_refused(world: World) -> None:
     axis = axis_of(world.mesh)
     part = distribute_tensor(drawn(4, 6), world.mesh, [Shard(0)]).to_local()
-    moved = as_dtensor(axis, part, Shard(0), 4).redistribute([Shard(1)])
+    moved = as_dtensor(axis, Part(part, Shard(0), torch.Size([4, 6]))).redistribute([Shard(1)])
     for call in (lambda: moved.mm(torch.ones(6, 6)), lambda: moved.norm(dim=1), lambda: torch.ones(4, 6).add_(moved)):
         refused(NotImplementedError, "activations are not gathered unasked", call)

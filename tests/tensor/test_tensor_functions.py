@@ -13,7 +13,7 @@ from placements import drawn, uneven
 from ranks import on_ranks
 from shardrt import DTensor, FlatShard, RaggedShard, Replicate, Shard, distribute_tensor
 from shardrt.comm import World
-from shardrt.parallel.axis import axis_of
+from shardrt.parallel.axis import Part, axis_of
 from shardrt.parallel.relayout import as_dtensor
 from shardrt.tensor import Placement
 
@@ -141,7 +141,7 @@ def check(function: Function, world: World, placement: Placement, activation: bo
     if activation:
         leaf = leaf.to_local().detach().clone().requires_grad_()
         assert isinstance(placement, (Replicate, Shard))
-        seen = as_dtensor(axis_of(world.mesh), leaf, placement, whole.shape[placement.dim] if placement.is_shard() else None)
+        seen = as_dtensor(axis_of(world.mesh), Part(leaf, placement, whole.shape))
     if refused:
         with pytest.raises(NotImplementedError, match=r"activations are not gathered unasked|is not defined on sharded"):
             function(seen)
@@ -218,7 +218,7 @@ def test_activations_with_replicated_weights(world: World) -> None:
     weights = [drawn(6, seed=seed).requires_grad_() for seed in (1, 2, 3)]
     (F.layer_norm(whole + weights[2], (6,), *weights[:2]) ** 2).sum().backward()
     local = distribute_tensor(whole.detach(), mesh, [Shard(0)]).to_local().requires_grad_()
-    x = as_dtensor(axis_of(mesh), local, Shard(0), 5)
+    x = as_dtensor(axis_of(mesh), Part(local, Shard(0), whole.shape))
     sharded = [distribute_tensor(weight.detach(), mesh, [Replicate()]).requires_grad_() for weight in weights]
     (F.layer_norm(x + sharded[2], (6,), *sharded[:2]) ** 2).sum().backward()
     for found, weight in zip(sharded, weights, strict=True):
