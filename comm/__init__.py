@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from .lazy import lazy
+from .program.lazy import lazy
 
 if TYPE_CHECKING:
     from .exports import *

@@ -1,15 +1,15 @@
 """The public names of `shardrt.comm`, which takes them from here when one of them is used first."""
 
-from .bootstrap import World, finalize, init, init_device_mesh, world
-from .calls import MismatchError, Op, PreMulSum, ReduceOp, RemoteError, Work
-from .communicator import Communicator
-from .environment import without_launcher_variables
-from .members import RankLost
-from .mesh import DeviceMesh, current_mesh
-from .nccl_policy import NcclPolicy
-from .pool import Pool, new_pool
-from .replacement import Coming, Replacement
-from .streams import Event, Stream, current_stream, new_stream
+from .core.calls import MismatchError, Op, PreMulSum, ReduceOp, RemoteError, Work
+from .core.members import RankLost
+from .core.nccl_policy import NcclPolicy
+from .core.pool import Pool, new_pool
+from .core.streams import Event, Stream, current_stream, new_stream
+from .groups.communicator import Communicator
+from .groups.mesh import DeviceMesh, current_mesh
+from .startup.bootstrap import World, finalize, init, init_device_mesh, world
+from .startup.environment import without_launcher_variables
+from .startup.replacement import Coming, Replacement
 
 __all__ = [
     "Coming",

@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from pictures_parallel import draw_context, draw_experts, draw_schedule_of_stages, draw_stages
 
 import shardrt
-from shardrt.comm.calls import CollectiveCall
-from shardrt.comm.dry import DryWorld, dry_world
+from shardrt.comm.core.calls import CollectiveCall
+from shardrt.comm.startup.dry import DryWorld, dry_world
 from shardrt.fsdp.params.layout import Layout, ParamSpec
 from shardrt.fsdp.params.planner import plan
 from shardrt.timeline.events import BY_GROUP, Events

@@ -14,10 +14,10 @@ from pictures_style import COLOURS, GREY, box, label, patches
 from torch import nn
 
 import shardrt
-from shardrt.comm.dry import dry_world
+from shardrt.comm.startup.dry import dry_world
 from shardrt.parallel import ColwiseParallel, ExpertParallel, RowwiseParallel, parallelize_module
 from shardrt.parallel.context.cut import SequenceCut
-from shardrt.tensor.placement import Box
+from shardrt.tensor.placement.placement import Box
 
 # ---------------------------------------------------------------------- context parallelism
 

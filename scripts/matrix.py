@@ -32,8 +32,8 @@ from common.models import GPT, GPTConfig, next_byte_loss, shard
 from common.parallel import gpt_plan
 from shardrt import checkpoint
 from shardrt.comm import DeviceMesh, World
+from shardrt.instruments.progress import logged_bar
 from shardrt.parallel import SummedGradients, context_parallel, context_parallel_shard, cross_entropy, parallelize_module
-from shardrt.progress import logged_bar
 
 if TYPE_CHECKING:
     from common.stages import Pipeline

@@ -66,13 +66,15 @@ def python_files() -> frozenset[str]:
 
 @cache
 def named_files() -> dict[str, set[str]]:
-    """The files that a string may name: by their own names, and by those of their folders, except for the top ones."""
+    """The files that a string may name: by their own names, and by those of folders, except for packages and the top ones."""
     found: dict[str, set[str]] = {}
     deleted = git("ls-tree", "-r", "--name-only", "HEAD")
-    for path in {*git("ls-files", "--cached", "--others", "--exclude-standard"), *deleted}:
-        *folders, name = Path(path).parts
-        for part in (name, *folders[1:]):
-            found.setdefault(part, set()).add(path)
+    paths = {Path(path) for path in (*git("ls-files", "--cached", "--others", "--exclude-standard"), *deleted)}
+    packages = {path.parent for path in paths if path.name == "__init__.py"}
+    for path in paths:
+        folders = [folder.name for folder in path.parents[:-2] if folder not in packages]
+        for part in (path.name, *folders):
+            found.setdefault(part, set()).add(str(path))
     return found
 
 
@@ -162,7 +164,10 @@ class Names(ast.NodeVisitor):
         while isinstance(left, ast.BinOp) and isinstance(left.op, ast.Div) and (part := text_of(left.right)):
             parts, left = [part, *parts], left.left
         self.files |= files_at("/".join(parts))
-        self.generic_visit(node)
+        if parts:  # the whole path, not those of its folders
+            self.visit(left)
+        else:
+            self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
         """`path.with_name("supervisor.py")`."""
@@ -210,12 +215,27 @@ def module_file(module: str) -> frozenset[str]:
 
 
 @cache
+def installed(module: str) -> frozenset[str]:
+    """The modules that a package and those above it import for what the import does: `from . import dispatch as dispatch`."""
+    found = frozenset[str]()
+    for package in (module, *(module[: dot.start()] for dot in re.finditer(r"\.", module))):
+        for path in module_file(package):
+            for node in ast.walk(parsed(path)) if is_list_of_names(path) else ():
+                if isinstance(node, ast.ImportFrom):
+                    for alias in node.names:
+                        if alias.asname == alias.name:
+                            found |= module_file(".".join(part for part in (package, node.module, alias.name) if part))
+    return found
+
+
+@cache
 def definition(module: str, name: str) -> frozenset[str]:
     """What `from module import name` depends on: the module's file, and the one that defines the name where it is imported."""
     if found := module_file(f"{module}.{name}"):
-        return found
-    own = module_file(module) | module_file(f"{module}.exports")
-    for path in own:
+        return found | installed(module)
+    lists = module_file(module) | module_file(f"{module}.exports")
+    own = lists | installed(module)
+    for path in lists:
         for node in ast.walk(parsed(path)) if is_list_of_names(path) else ():
             if isinstance(node, ast.ImportFrom) and any(name in (alias.asname, alias.name) for alias in node.names):
                 return own | definition(".".join(part for part in (module, node.module) if part), name)

@@ -73,8 +73,8 @@ from common.models import GPT, next_byte_loss, shard
 from common.options import agreed
 from common.parallel import gpt_plan
 from common.text import Corpus, batch, default_files, find_files, rank_rows, read_corpus, write_sample
+from shardrt.instruments.progress import logged_bar
 from shardrt.parallel import context_parallel, context_parallel_shard, cross_entropy, parallelize_module
-from shardrt.progress import logged_bar
 from shardrt.timeline.picture import draw_memory
 
 if TYPE_CHECKING:

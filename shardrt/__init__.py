@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from .comm.lazy import lazy
-from .comm.version import __version__ as __version__
+from .comm.program.lazy import lazy
+from .comm.program.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import checkpoint as checkpoint

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from .comm import DeviceMesh, ReduceOp, current_stream, world
-from .comm.calls import about
+from .comm.core.calls import about
 from .torch_internals import hide_package_from_compiler
 
 _ROLE = "batch_norm"

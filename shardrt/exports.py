@@ -27,16 +27,16 @@ from .fsdp.base.policy import (
     QuantizationPolicy,
     ShardPlacementResult,
 )
+from .instruments.metrics import Metrics
 from .memory.account import MemoryAccount
 from .memory.summary import memory_summary
-from .metrics import Metrics
 from .optim import clip_grad_norm_, offload_state_to_disk
-from .parallel.random import manual_seed
+from .parallel.boundaries.random import manual_seed
 from .replicas.check import check_replicas
 from .tensor import DTensor, FlatShard, Partial, RaggedShard, Replicate, Shard, distribute_tensor
-from .tensor.local_ops import register_local_op
-from .tensor.local_optimizers import register_local_optimizer
-from .tensor.optimizer_state import shard_optimizer_state
+from .tensor.operations.local_ops import register_local_op
+from .tensor.optimizers.local_optimizers import register_local_optimizer
+from .tensor.optimizers.optimizer_state import shard_optimizer_state
 from .timeline.timeline import Timeline
 
 __all__ = [

@@ -49,6 +49,8 @@ SURVIVE = "SHARDRT_SURVIVE"  # set to 1 in a job that survives the loss of ranks
 REPLACE = "SHARDRT_REPLACE"  # the same, and lost ranks are replaced
 PROGRESS = "SHARDRT_PROGRESS"  # the file in which a job that may be started again says how far it came
 _MOST = 1_000_000  # ranks of a job, or restarts
+_LAUNCHER = Path(__file__).with_name("launcher")
+_COMM = Path(__file__).with_name("comm")
 SLURM_PLUGIN = {Mpi.MPICH: "pmi2", Mpi.OPEN_MPI: "pmix"}
 
 
@@ -132,10 +134,10 @@ def supervisor_line(restarts: int | None, job: JobRequest, site: LaunchSite, ren
         meet = ["--about", _about(job, site), "--join-timeout", f"{rendezvous.join_timeout_s:g}"]
         if rendezvous.node > 0:
             where = ["--node", str(rendezvous.node), "--rendezvous", rendezvous.address]
-            return [*isolated(Path(__file__).with_name("visitor.py")), *where, *meet, "--clean", shlex.join(_CLEAN)]
+            return [*isolated(_LAUNCHER / "visitor.py"), *where, *meet, "--clean", shlex.join(_CLEAN)]
         meet += ["--nodes", str(rendezvous.nodes), "--port", rendezvous.address.rpartition(":")[2]]
         meet += ["--remote-shell", shlex.join(isolated(Path())[:-1]), "--meet", shlex.join(_meeting_flags(job, site))]
-    line = [*isolated(Path(__file__).with_name("supervisor.py")), *meet, "--clean", shlex.join(_clean_nodes(site))]
+    line = [*isolated(_LAUNCHER / "supervisor.py"), *meet, "--clean", shlex.join(_clean_nodes(site))]
     if restarts is not None:
         line += ["--restarts", str(restarts), "--folder", progress_folder(job, site)]
     if job.survives:
@@ -365,7 +367,7 @@ def isolated(program: Path) -> list[str]:
     return [sys.executable, *flags, "-S", str(program)]
 
 
-_CLEAN = isolated(Path(__file__).with_name("stale_files.py"))
+_CLEAN = isolated(_LAUNCHER / "stale_files.py")
 
 
 def _clean_nodes(site: LaunchSite) -> list[str]:
@@ -386,7 +388,7 @@ def _name() -> str:
 
 
 def _version() -> str:
-    return str(runpy.run_path(str(Path(__file__).with_name("comm") / "version.py"))["__version__"])
+    return str(runpy.run_path(str(_COMM / "program" / "version.py"))["__version__"])
 
 
 class _ShowVersion(argparse.Action):
@@ -517,7 +519,7 @@ def _job(options: argparse.Namespace, site: LaunchSite, rendezvous: Rendezvous |
     if not ranks:
         raise LaunchError("no number of ranks: pass -n RANKS, or in Slurm allocate with --ntasks or --ntasks-per-node")
     program = [sys.executable, *(["-m"] if options.module else []), options.program, *options.arguments]
-    guard = Path(__file__).with_name("comm") / "guard" / "__main__.py"  # starts a rank, with a guard if there are several
+    guard = _COMM / "ending" / "guard" / "__main__.py"  # starts a rank, with a guard if there are several
     nodes = 1 if rendezvous is None else rendezvous.nodes
     if nodes > 1 and site.launcher is not Launcher.MPIRUN:
         raise LaunchError("--nnodes: found srun, which starts all nodes itself; pass --launcher mpirun, or leave out --nnodes")

@@ -11,10 +11,10 @@ from torch.utils.hooks import RemovableHandle
 
 from .comm import Communicator, DeviceMesh, ReduceOp, current_stream
 from .kernels import rescale, total_norm
-from .tensor.dtensor import DTensor
-from .tensor.group_registry import stages_of
-from .tensor.optimizer_state import states_of_parameters
-from .tensor.reductions import combine, combine_on, rounds_over
+from .tensor.dtensor.dtensor import DTensor
+from .tensor.dtensor.group_registry import stages_of
+from .tensor.operations.reductions import combine, combine_on, rounds_over
+from .tensor.optimizers.optimizer_state import states_of_parameters
 
 _NAMED = 4  # an error names so many parameters of a rank, and so many ranks
 

@@ -6,9 +6,9 @@ import sys
 from functools import partial
 
 from .comm.stress.__main__ import main as main
-from .comm.stress.acts import Scene
-from .comm.stress.faults import FAULTS as FAULTS
-from .comm.stress.faults import Fault, When
+from .comm.stress.faults.acts import Scene
+from .comm.stress.faults.faults import FAULTS as FAULTS
+from .comm.stress.faults.faults import Fault, When
 
 
 def make_nan(scene: Scene) -> None:

@@ -1,6 +1,6 @@
 """What shardrt does with private names of torch. `torch_names.py` has the names, and checks that this torch has them.
 
-Two more are in `kernels/cuda.py` and `comm/streams.py`, which import nothing of shardrt: `TensorGuards` and
+Two more are in `kernels/cuda.py` and `comm/core/streams.py`, which import nothing of shardrt: `TensorGuards` and
 `_cuda_getCurrentRawStream`, which Triton's launcher takes as well. What only `integrations/torch_distributed` needs, to stand
 in for torch's own groups, is there: `comm_hooks.py`, `dispatch.py`.
 """

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from .comm.guard.node import is_first_rank
-from .comm.version import TESTED_TORCH, __version__, release
+from .comm.ending.guard.node import is_first_rank
+from .comm.program.version import TESTED_TORCH, __version__, release
 
 _log = logging.getLogger("shardrt")
 

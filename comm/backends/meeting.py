@@ -6,8 +6,8 @@ from array import array
 
 from mpi4py import MPI
 
-from ..calls import Interrupted
-from ..members import free, revocable
+from ..core.calls import Interrupted
+from ..core.members import free, revocable
 
 # What a rank gives in the place of a fingerprint when it has left; when an exception has taken it out of a call as well.
 LEFT, QUIT = -1, -2

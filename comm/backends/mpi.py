@@ -18,21 +18,21 @@ from weakref import WeakSet
 import torch
 from mpi4py import MPI
 
-from ..backend import Backend
-from ..calls import CollectiveCall, Counts, Op
+from ..core.backend import Backend
+from ..core.calls import CollectiveCall, Counts, Op
+from ..core.fingerprint import fingerprint_of
+from ..core.members import free, revocable
+from ..core.ranks import evenly_spaced
+from ..core.streams import Stream
 from ..ending.words import name_ranks
-from ..fingerprint import fingerprint_of
-from ..members import free, revocable
-from ..ranks import evenly_spaced
-from ..streams import Stream
-from .host_reduce import reduce_rows
 from .meeting import LEFT, QUIT, MessageMeeting
 from .messages import copy, flat, memory, message, messages, start_receiving, start_sending, swap
-from .node_algorithms import NodeAlgorithms
-from .node_memory import MemoryFile
+from .node.host_reduce import reduce_rows
+from .node.node_algorithms import NodeAlgorithms
+from .node.node_memory import MemoryFile
+from .node.shared_memory import SharedMemoryExchange, aligned_size
 from .objects import gather_objects
 from .pairs import Pairs
-from .shared_memory import SharedMemoryExchange, aligned_size
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from zlib import crc32
 
 from mpi4py import MPI
 
-from .. import members
+from ..core import members
 
 T = TypeVar("T")
 _SUM_NBYTES = 4

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from mpi4py import MPI
 
-from ..calls import Interrupted, MismatchError
-from ..fingerprint import describe_call
+from ..core.calls import Interrupted, MismatchError
+from ..core.fingerprint import describe_call
 from .messages import memory, messages
 from .waiting import looks
 

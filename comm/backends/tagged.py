@@ -18,9 +18,9 @@ from threading import Lock
 import torch
 from mpi4py import MPI
 
-from ..communicator import Communicator
-from ..fingerprint import describe_call
-from ..members import free
+from ..core.fingerprint import describe_call
+from ..core.members import free
+from ..groups.communicator import Communicator
 from .messages import flat, memory, messages
 from .mpi import MpiBackend
 from .waiting import looks

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import count
 from time import monotonic, sleep
 
-from ..members import check_lost
+from ..core.members import check_lost
 
 _AWAKE_S, _NAP_S = 0.05, 0.0002
 _looks_alone = 1000  # 0.5 ms; written by share_cores()

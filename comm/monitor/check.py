@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ..calls import CallList, CollectiveCall, Counts, Failure, Hook, MismatchError, RemoteError, Subject
+from ..core.calls import CallList, CollectiveCall, Counts, Failure, Hook, MismatchError, RemoteError, Subject
 from ..ending.words import name_ranks
 
 _NEVER_COMPARED = frozenset({"finalize", "rejoin"})

@@ -23,9 +23,9 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, SupportsIndex
 
-from .. import members
+from ..core import members
+from ..core.members import RankLost, end_this_process
 from ..ending.report import EXIT_CODE, flush_output, is_read, log, tell_launcher_of_lost
-from ..members import RankLost, end_this_process
 from .guarding import RankGuard
 from .timing import Timing
 

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ..ending.guard.node import VARIABLE, RankPlace
 from ..ending.processes import LAUNCHED, is_launched
 from ..ending.report import REPORTS
-from ..guard.node import VARIABLE, RankPlace
 from .timing import Timing
 
 
@@ -89,7 +89,7 @@ def _start() -> int | None:
         return None
     reader, writer = os.pipe()
     isolated = ("-s", "-P") if os.environ.get("PYTHONHOME") else ("-I",)  # these are the flags of launch.isolated
-    program = Path(__file__).parents[1] / "guard" / "__main__.py"
+    program = Path(__file__).parents[1] / "ending" / "guard" / "__main__.py"
     command = [sys.executable, *isolated, "-S", str(program), str(os.getpid()), str(process)]
     os.set_inheritable(process, True)
     environment = {name: value for name, value in os.environ.items() if name != REPORTS or is_launched(os.environ)}

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from ..calls import Hook
-from ..communicator import Communicator
-from ..control import register
-from ..dumps import DumpFolder
+from ..core.calls import Hook
+from ..core.settings import EnvironmentSettings
 from ..ending.report import log
-from ..recorder import Recorder
-from ..settings import EnvironmentSettings
+from ..groups.communicator import Communicator
+from ..groups.control import register
+from ..recorder.dumps import DumpFolder
+from ..recorder.recorder import Recorder
 from .check import CallCheck
 from .exit_handlers import Aborter, ExitHandlers
 from .guarding import RankGuard
 from .timing import Timing
-from .watchdog import Watchdog
+from .watchdog.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from mpi4py import MPI

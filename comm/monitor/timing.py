@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from ..settings import EnvironmentSettings, seconds
+from ..core.settings import EnvironmentSettings, seconds
 
 
 @dataclass(frozen=True, slots=True)

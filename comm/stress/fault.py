@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from .faults import ENDED, FAULTS, SRUN, STAND_IN, WATCHDOG, Fault, When
-from .jobs import END_S, Ending, Installation, Way, run_job
+from .faults.faults import ENDED, FAULTS, SRUN, STAND_IN, WATCHDOG, Fault, When
+from .faults.jobs import END_S, Ending, Installation, Way, run_job
+from .faults.report import PRINT, FaultTable
 from .options import StressOptions
-from .report import PRINT, FaultTable
 
 AT_ONCE = 2  # jobs run at once
 SHOWN = 3000  # characters of the output of a job that did not end as expected

@@ -10,9 +10,9 @@ import time
 import torch
 
 from .. import ReduceOp, World, init
-from ..guard.node import launcher_variables
-from .acts import Scene
-from .faults import FAULTS, Fault, When
+from ..ending.guard.node import launcher_variables
+from .faults.acts import Scene
+from .faults.faults import FAULTS, Fault, When
 from .options import StressOptions
 from .problem import Problem
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from ..options import RankParser, at_least
-from .faults import FAULTS
+from ..program.options import RankParser, at_least
+from .faults.faults import FAULTS
 from .names import COLLECTIVES, DTYPES, OPS
 
 _NCCL_DTYPES = {"half": "float16", "float": "float32", "double": "float64"}  # in nccl-tests

@@ -21,7 +21,7 @@ from functools import lru_cache
 import torch
 
 from .. import Communicator, PreMulSum, ReduceOp, Stream, Work
-from ..calls import FLOATS, REDUCIBLE, Op
+from ..core.calls import FLOATS, REDUCIBLE, Op
 from . import names
 
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")

@@ -11,9 +11,10 @@ from collections.abc import Callable
 import torch
 
 from .. import World, init
-from ..version import __version__
-from . import fault, inject, soak, sweep
+from ..program.version import __version__
+from . import fault, inject, soak
 from .options import StressOptions
+from .sweeps import sweep
 
 
 def run(options: StressOptions) -> int:

@@ -22,7 +22,7 @@ from random import Random
 import torch
 
 from .. import Communicator, PreMulSum, ReduceOp, Stream, Work, World, new_stream
-from ..calls import FLOATS
+from ..core.calls import FLOATS
 from .names import COLLECTIVES
 from .options import StressOptions
 from .problem import DTYPES, ROOTED, Problem, ops_for

@@ -5,7 +5,7 @@ from __future__ import annotations
 from time import perf_counter
 
 from bench.timing import Call
-from shardrt.comm.calls import CallList, Hook
+from shardrt.comm.core.calls import CallList, Hook
 
 
 class CallTimes(Hook):

@@ -28,12 +28,12 @@ import shardrt
 from common.jobs import mpirun, run_job
 from common.models import CASES, Case, shard
 from common.options import Parser, at_least
-from shardrt.plan.cost import Costs
-from shardrt.plan.forecast import forecast
-from shardrt.plan.forecast_result import Forecast
-from shardrt.plan.hardware import Sheet, parse_sheet
-from shardrt.plan.job import Job, Program
-from shardrt.plan.measured import sheet_of_stress
+from shardrt.plan.machine.cost import Costs
+from shardrt.plan.machine.hardware import Sheet, parse_sheet
+from shardrt.plan.program.forecast_result import Forecast
+from shardrt.plan.program.job import Job, Program
+from shardrt.plan.run.forecast import forecast
+from shardrt.plan.run.measured import sheet_of_stress
 
 STEP = Path(__file__).with_name("step.py")
 SWEEP = ["-b", "1K", "-e", "64M", "-f", "4", "-n", "30", "--collectives", "all_gather,reduce_scatter,all_reduce,sendrecv"]

@@ -25,11 +25,11 @@ from bench.forecast import forecast_step
 from common.models import CASES
 from common.options import Parser
 from shardrt.fsdp.base.policy import MixedPrecisionPolicy
-from shardrt.plan.forecast_result import Forecast
-from shardrt.plan.hardware import Curve, NetworkLink, Sheet, load_sheet
-from shardrt.plan.job import Job
-from shardrt.plan.planning import Planner
-from shardrt.plan.presets import preset_factory
+from shardrt.plan.machine.hardware import Curve, NetworkLink, Sheet, load_sheet
+from shardrt.plan.program.forecast_result import Forecast
+from shardrt.plan.program.job import Job
+from shardrt.plan.program.presets import preset_factory
+from shardrt.plan.question.planning import Planner
 
 MODEL, RANKS, SEQUENCE, WIDTH = "llama3-8b", 8, 8192, 4096
 REDUCED = torch.float32

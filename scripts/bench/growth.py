@@ -20,14 +20,14 @@ import torch
 
 from common import checkout  # noqa: F401  # before shardrt
 from shardrt import MixedPrecisionPolicy
-from shardrt.plan.cost import Costs
-from shardrt.plan.factory import make_program
-from shardrt.plan.forecast import forecast
-from shardrt.plan.forecast_result import Forecast
-from shardrt.plan.hardware import Sheet, load_sheet
-from shardrt.plan.job import Job, Program
-from shardrt.plan.known_models import PRESETS
-from shardrt.plan.presets import preset_factory
+from shardrt.plan.machine.cost import Costs
+from shardrt.plan.machine.hardware import Sheet, load_sheet
+from shardrt.plan.program.factory import make_program
+from shardrt.plan.program.forecast_result import Forecast
+from shardrt.plan.program.job import Job, Program
+from shardrt.plan.program.known_models import PRESETS
+from shardrt.plan.program.presets import preset_factory
+from shardrt.plan.run.forecast import forecast
 
 GB = 1e9
 HEAD = (

@@ -30,8 +30,8 @@ from bench.forecast import forecast_step, launched
 from common.jobs import run_job
 from common.models import CASES, Case, shard
 from common.options import Parser, at_least
-from shardrt.plan.forecast_result import Forecast
-from shardrt.plan.hardware import parse_sheet
+from shardrt.plan.machine.hardware import parse_sheet
+from shardrt.plan.program.forecast_result import Forecast
 
 MODELS = ["gpt-256", "gpt-768", "mlp-wide", "tiny"]
 MOST = 0.03  # of the peak, what may be unexplained

@@ -31,11 +31,11 @@ from common.jobs import run_job
 from common.models import GPT, GPTConfig, next_byte_loss, shard
 from common.options import Parser, at_least
 from common.stages import GPTStage
-from shardrt.plan.cost import Costs
-from shardrt.plan.factory import make_program
-from shardrt.plan.forecast import forecast
-from shardrt.plan.hardware import Sheet
-from shardrt.plan.job import Job
+from shardrt.plan.machine.cost import Costs
+from shardrt.plan.machine.hardware import Sheet
+from shardrt.plan.program.factory import make_program
+from shardrt.plan.program.job import Job
+from shardrt.plan.run.forecast import forecast
 
 WARMUP = 3  # steps that allocate, record and learn shapes; not timed
 

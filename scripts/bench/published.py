@@ -26,12 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/
 import common.checkout  # noqa: F401  # before shardrt
 from common.options import Parser
 from shardrt.fsdp.base.policy import MixedPrecisionPolicy
-from shardrt.plan.hardware import Curve, Sheet, load_sheet
-from shardrt.plan.job import Job
-from shardrt.plan.known_models import PRESETS, Preset
-from shardrt.plan.planning import Planner
-from shardrt.plan.presets import preset_factory
-from shardrt.plan.report import PlannedJob
+from shardrt.plan.machine.hardware import Curve, Sheet, load_sheet
+from shardrt.plan.program.job import Job
+from shardrt.plan.program.known_models import PRESETS, Preset
+from shardrt.plan.program.presets import preset_factory
+from shardrt.plan.question.planning import Planner
+from shardrt.plan.question.report import PlannedJob
 
 # The sources, by the letters that docs/planner.md lists them under.
 TORCHTITAN_A100, TORCHTITAN_H100, TORCHTITAN_405B, FMS, FOUNDRY = "abcde"

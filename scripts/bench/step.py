@@ -64,7 +64,7 @@ from bench.workers import TORCHRUN, WORKERS
 from common.jobs import mpirun, run_job, torchrun, write_stacks_before_end
 from common.models import CASES
 from common.options import Parser, at_least, exit_with_usage_error
-from shardrt.progress import logged_bar
+from shardrt.instruments.progress import logged_bar
 
 MODELS = ["gpt-256", "gpt-768", "mlp-wide", "tiny"]
 

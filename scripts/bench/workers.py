@@ -21,7 +21,7 @@ from common.models import Case, next_byte_loss, shard
 from common.parallel import gpt_plan
 
 LEARNING_RATE = 1e-5  # with more, the losses of the wide MLP grow
-MALLOC = Path(__file__).parents[2] / "comm" / "malloc.py"
+MALLOC = Path(__file__).parents[2] / "comm" / "startup" / "malloc.py"
 WARMUP = 3  # steps that allocate and record; not timed
 
 
@@ -127,7 +127,7 @@ def shardrt_worker(case: Case, run: Run) -> tuple[int, Timing]:
 def train_with_calls(job: Job, run: Run) -> Timing:
     """Train, and note when shardrt's collectives on the host begin and end."""
     from bench.calls import CallTimes
-    from shardrt.comm.control import hooked
+    from shardrt.comm.groups.control import hooked
 
     calls = CallTimes()
     with hooked(calls):

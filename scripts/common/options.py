@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
 
 import common.checkout  # noqa: F401  # before shardrt
-from shardrt.comm.options import RankParser, is_told_by_first_rank
+from shardrt.comm.program.options import RankParser, is_told_by_first_rank
 
 if TYPE_CHECKING:
     from shardrt import World

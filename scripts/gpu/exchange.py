@@ -16,11 +16,12 @@ import torch
 
 from gpu.checks import Check, Found
 from gpu.steady import Job, Mark, exposed_ms, traced
-from shardrt.comm import ReduceOp, Stream, World, bootstrap, new_stream
+from shardrt.comm import ReduceOp, Stream, World, new_stream
+from shardrt.comm.startup import bootstrap
 from shardrt.comm.stress.names import COLLECTIVES
 from shardrt.comm.stress.options import parse
-from shardrt.comm.stress.peers import make_peer
-from shardrt.comm.stress.sweep import Row, Sweep
+from shardrt.comm.stress.sweeps.peers import make_peer
+from shardrt.comm.stress.sweeps.sweep import Row, Sweep
 
 GOAL = 1.05  # of the largest size: the time by that of the library's own call
 SIZES = {"cuda": ("64K", "256M"), "cpu": ("4K", "2M")}  # the smallest and the largest

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ..comm.lazy import lazy
+from ..comm.program.lazy import lazy
 
 if TYPE_CHECKING:
     from .exports import *

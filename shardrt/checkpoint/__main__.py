@@ -14,7 +14,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ..comm.options import Parser
+from ..comm.program.options import Parser
 from .formats.sizes import parse_size
 
 

@@ -1,12 +1,12 @@
 """The public names of `shardrt.checkpoint`, which takes them from here when one of them is used first."""
 
+from .disk.errors import CheckpointError, DamagedCheckpointError
 from .disk.storage import latest
-from .errors import CheckpointError, DamagedCheckpointError
 from .loading.load import load
 from .loading.safetensors import load_safetensors
-from .run.membership import Survival
 from .run.random_state import RandomState
 from .run.run import Run
+from .run.survival.membership import Survival
 from .saving.safetensors import async_save_safetensors, save_safetensors
 from .saving.save import AsyncSave, async_save, save
 from .state.stateful import PerRank

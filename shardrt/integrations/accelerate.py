@@ -241,10 +241,10 @@ class Accelerator(accelerate.Accelerator):
             ("scaler", [] if self.scaler is None else [self.scaler]),
         ]
         state = {f"{kind}_{number}": value for kind, values in named for number, value in enumerate(values)}
-        return {**state, "step": _Step(self), "random": checkpoint.RandomState()}
+        return {**state, "step": _BatchCount(self), "random": checkpoint.RandomState()}
 
 
-class _Step:
+class _BatchCount:
     """The number of batches that `accumulate` has counted, for a checkpoint."""
 
     def __init__(self, accelerator: Accelerator) -> None:

@@ -17,8 +17,8 @@ from torch.distributed import pipelining
 
 from ..comm import Communicator, ReduceOp, world
 from ..fsdp.api.module import FSDPModule
-from ..tensor.group_registry import stages_of
-from ..tensor.reductions import combine_on
+from ..tensor.dtensor.group_registry import stages_of
+from ..tensor.operations.reductions import combine_on
 from ..torch_internals import Found, after_unscaling
 
 _made: WeakKeyDictionary[Communicator, dict[tuple[int, ...], Communicator]] = WeakKeyDictionary()  # of a world, by ranks

@@ -16,8 +16,8 @@ from torch import nn
 from ..comm import Communicator, ReduceOp, current_stream, world
 from ..fsdp.gather.whole_scales import ScaleKind, scale_kind
 from ..fsdp.schedule.param_group import ParamGroup
-from ..tensor.dtensor import DTensor
-from ..tensor.group_registry import group_of
+from ..tensor.dtensor.dtensor import DTensor
+from ..tensor.dtensor.group_registry import group_of
 
 
 @torch.no_grad()

@@ -15,9 +15,9 @@ from .. import comm
 from ..comm import ReduceOp
 from ..fsdp.api.fully_shard import fully_shard
 from ..fsdp.api.module import FSDPModule
-from ..tensor.dtensor import DTensor
-from ..tensor.local_optimizers import steps_locally
-from ..tensor.optimizer_state import shard_optimizer_state
+from ..tensor.dtensor.dtensor import DTensor
+from ..tensor.optimizers.local_optimizers import steps_locally
+from ..tensor.optimizers.optimizer_state import shard_optimizer_state
 
 
 def gather(tensor: torch.Tensor) -> torch.Tensor:

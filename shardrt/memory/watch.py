@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..comm.calls import CallList, Hook
-from ..comm.control import hooked
+from ..comm.core.calls import CallList, Hook
+from ..comm.groups.control import hooked
 from ..fsdp.base.events import BufferKind, HasName, Observer, observing
 from ..torch_internals import OpOverload, TorchDispatchMode, in_backward
 from .devices import Device, Measured
@@ -76,7 +76,7 @@ class Watch(Hook, Observer):
             stack.callback(register_optimizer_step_post_hook(self._end_optimizer).remove)
             stack.enter_context(hooked(self))
             stack.enter_context(observing(self))
-            stack.enter_context(_Operations(self))
+            stack.enter_context(_OperationWatch(self))
             return stack.pop_all()
 
     # ------------------------------------------------------------------ events
@@ -163,7 +163,7 @@ class _Finder:
         return None
 
 
-class _Operations(TorchDispatchMode):
+class _OperationWatch(TorchDispatchMode):
     """Shows all operations to the watch: of a subclass of tensors, those that it consists of."""
 
     supports_higher_order_operators = True
@@ -189,4 +189,4 @@ class _Operations(TorchDispatchMode):
 
 # Cost: a `__torch_dispatch__` that the class is made with is wrapped, so that torch.compile leaves it alone: that imports the
 # compiler, 77 MiB.
-_Operations.__torch_dispatch__ = _Operations._run  # type: ignore[assignment,method-assign]
+_OperationWatch.__torch_dispatch__ = _OperationWatch._run  # type: ignore[assignment,method-assign]

@@ -3,12 +3,13 @@
 Plans are those of `torch.distributed.tensor.parallel`; `context/` has what cuts sequences.
 """
 
-from .api import parallelize_module
+from .boundaries.loss import loss_parallel
+from .boundaries.vocabulary import cross_entropy
 from .context import context_parallel, context_parallel_shard, context_parallel_unshard, flex_attention, tokens_per_rank
-from .expert_load import expert_load, update_expert_bias
-from .expert_style import ExpertParallel
-from .loss import loss_parallel
-from .styles import (
+from .experts.expert_load import expert_load, update_expert_bias
+from .experts.expert_style import ExpertParallel
+from .styles.api import parallelize_module
+from .styles.styles import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
@@ -18,7 +19,6 @@ from .styles import (
     SequenceParallel,
     SummedGradients,
 )
-from .vocabulary import cross_entropy
 
 __all__ = [
     "ColwiseParallel",

@@ -18,8 +18,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..comm.options import Parser
-from .options import plan_parser
+from ..comm.program.options import Parser
+from .question.options import plan_parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,8 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _plan(arguments: Sequence[str]) -> int:
     options = plan_parser(__doc__ or "").parse_args(arguments)
-    from .planning import plan_of  # needs torch, as what follows a command line does, and help and errors do not
-    from .report import as_json, lines
+    from .question.planning import plan_of  # needs torch, as what follows a command line does, and help and errors do not
+    from .question.report import as_json, lines
 
     plan = plan_of(options)
     if options.json:
@@ -53,7 +53,7 @@ def _plan(arguments: Sequence[str]) -> int:
 
 def _sheets(arguments: Sequence[str]) -> int:
     Parser(prog="shardrt-plan sheets", description="List the hardware sheets that come with shardrt.").parse_args(arguments)
-    from .hardware import load_sheet, sheet_names
+    from .machine.hardware import load_sheet, sheet_names
 
     names = sheet_names()
     for name in names:
@@ -65,7 +65,7 @@ def _sheet(arguments: Sequence[str]) -> int:
     parser = Parser(prog="shardrt-plan sheet", description="Print a hardware sheet made of measurements.")
     parser.add_argument("stress", type=Path, help="what shardrt-stress --json has written")
     options = parser.parse_args(arguments)
-    from .measured import sheet_of_stress
+    from .run.measured import sheet_of_stress
 
     print(sheet_of_stress(options.stress), end="")
     return 0

@@ -21,14 +21,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..comm import DeviceMesh
-from ..comm.fingerprint import fingerprint_of
+from ..comm.core.fingerprint import fingerprint_of
 from ..fsdp.api.module import FSDPModule
-from ..parallel.modules import ParallelizedModule
-from ..tensor.digest import digest
-from ..tensor.dtensor import DTensor
-from ..tensor.placement import Replicate, Sharded, Spec, flattened
-from ..tensor.redistribute import plain
-from ..tensor.replicated import replicas_mesh
+from ..parallel.styles.modules import ParallelizedModule
+from ..tensor.dtensor.dtensor import DTensor
+from ..tensor.dtensor.replicated import replicas_mesh
+from ..tensor.placement.digest import digest
+from ..tensor.placement.placement import Replicate, Sharded, Spec, flattened
+from ..tensor.placement.redistribute import plain
 
 MODULUS = 2**64
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)  # whose `repr` is the same on all ranks

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ..comm.options import Parser
+from ..comm.program.options import Parser
 
 
 def main(arguments: list[str] | None = None) -> int:

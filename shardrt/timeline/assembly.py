@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from ..comm.streams import INLINE
+from ..comm.core.streams import INLINE
 from .clocks import AlignedClock
 from .events import BY_GROUP, BY_KIND, GATHER, Arrow, Counter, Events, Span
 from .recording import BACKWARD, FORWARD, RECOVER, Collective, Edge, Recording, Subject

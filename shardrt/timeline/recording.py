@@ -18,8 +18,8 @@ from weakref import ref
 import torch
 
 from ..comm import Stream, Work, World, current_stream
-from ..comm.calls import BLOCKING, CallList, Hook
-from ..comm.streams import INLINE, CudaStream, is_capturing
+from ..comm.core.calls import BLOCKING, CallList, Hook
+from ..comm.core.streams import INLINE, CudaStream, is_capturing
 from ..fsdp.base import events
 from ..fsdp.base.events import BufferKind, HasName, Observer, Step
 from ..fsdp.memory.buffers import buffers_in_use

@@ -14,8 +14,8 @@ from typing import Self
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..comm import World, world
-from ..comm.control import hooked
-from ..comm.streams import CudaStream
+from ..comm.core.streams import CudaStream
+from ..comm.groups.control import hooked
 from ..fsdp.base.events import observing
 from . import chrome
 from .assembly import assemble

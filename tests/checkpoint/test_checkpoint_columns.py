@@ -22,7 +22,7 @@ from shardrt.checkpoint.formats.torch_file.items import BLOCK
 from shardrt.checkpoint.formats.torch_file.stored_items import read_item
 from shardrt.checkpoint.loading import load as loading
 from shardrt.comm import World
-from shardrt.tensor.placement import Placement
+from shardrt.tensor.placement.placement import Placement
 
 ROWS, COLUMNS = 310, 700  # 53 blocks of float32, the last one not full
 

@@ -35,7 +35,7 @@ from shardrt.checkpoint.formats.torch_file.items import (
 )
 from shardrt.checkpoint.formats.torch_file.stored_items import read_item
 from shardrt.checkpoint.state.objects import decode
-from shardrt.tensor.placement import Box
+from shardrt.tensor.placement.placement import Box
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

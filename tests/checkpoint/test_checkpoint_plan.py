@@ -29,7 +29,7 @@ from shardrt.checkpoint.saving.descriptions import Described, Grid
 from shardrt.checkpoint.saving.plan import PlannedItem, SavePlan, make_plan, write_metadata
 from shardrt.checkpoint.state.entries import Entry, entries
 from shardrt.comm import DeviceMesh, World
-from shardrt.tensor.placement import FlatShard, Partial, Placement, RaggedShard, Replicate, Shard, Spec
+from shardrt.tensor.placement.placement import FlatShard, Partial, Placement, RaggedShard, Replicate, Shard, Spec
 
 SAVE_ID = 32 * "0"
 

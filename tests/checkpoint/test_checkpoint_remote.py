@@ -36,7 +36,7 @@ from shardrt.checkpoint.disk.remote_path import remote_path
 from shardrt.checkpoint.disk.storage import storage_of
 from shardrt.checkpoint.formats.dcp.metadata import read_stored
 from shardrt.comm import World
-from shardrt.comm.requests import requests
+from shardrt.comm.monitor.requests import requests
 
 # Up to torch 2.14 its name is private.
 _PLACES = (f"torch.distributed.checkpoint.{name}" for name in ("fsspec_filesystem", "_fsspec_filesystem"))
@@ -463,7 +463,7 @@ def test_a_load_that_takes_long_says_how_far_it_is(world: World) -> None:
     with store(world) as url:
         values = wholes(4)
         checkpoint.save(f"{url}/step-1", sharded(world, values))
-        with mock.patch("shardrt.progress._SECONDS", 0.0), mock.patch("shardrt.checkpoint.loading.load.log") as log:
+        with mock.patch("shardrt.instruments.progress._SECONDS", 0.0), mock.patch("shardrt.checkpoint.loading.load.log") as log:
             checkpoint.load(f"{url}/step-1", empty(world, values))
         lines = [call.args[1] for call in log.call_args_list]
         assert bool(lines) == (world.rank == 0)

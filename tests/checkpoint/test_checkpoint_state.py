@@ -22,11 +22,11 @@ from ranks import on_ranks
 from shardrt import checkpoint
 from shardrt.checkpoint import CheckpointError, load, save
 from shardrt.checkpoint.formats.dcp.metadata import read_stored
-from shardrt.checkpoint.geometry import intersect, narrowed, parts, parts_of, runs
+from shardrt.checkpoint.formats.geometry import intersect, narrowed, parts, parts_of, runs
 from shardrt.checkpoint.state.entries import entries
 from shardrt.checkpoint.state.names import joined
 from shardrt.comm import World
-from shardrt.tensor.placement import Box, FlatShard, Placement, RaggedShard, Replicate, Spec
+from shardrt.tensor.placement.placement import Box, FlatShard, Placement, RaggedShard, Replicate, Spec
 from toys import OddMLP, TiedGPT
 
 

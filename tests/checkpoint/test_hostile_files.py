@@ -31,7 +31,7 @@ from shardrt.checkpoint.formats.torch_file.items import CENTRAL, END, END64, IN_
 from shardrt.checkpoint.formats.torch_file.stored_items import read_item
 from shardrt.checkpoint.state.entries import entries
 from shardrt.checkpoint.state.objects import decode
-from shardrt.comm import merge_dumps
+from shardrt.comm.recorder import merge_dumps
 
 SECONDS, MEGABYTES = 2.0, 200  # of the processor, which may be busy; alone, 0.2 s
 LONGEST = 3000  # characters of a message

@@ -25,17 +25,10 @@ import shardrt
 import toys_tp
 from ranks import on_ranks, run_script
 from shardrt import checkpoint
-from shardrt.checkpoint import (
-    CheckpointError,
-    async_save_safetensors,
-    geometry,
-    latest,
-    load_safetensors,
-    save,
-    save_safetensors,
-)
+from shardrt.checkpoint import CheckpointError, async_save_safetensors, latest, load_safetensors, save, save_safetensors
 from shardrt.checkpoint.disk import files, folders
 from shardrt.checkpoint.disk.drafts import Draft, folder_of, this_machine
+from shardrt.checkpoint.formats import geometry
 from shardrt.checkpoint.formats.safetensors import TensorInfo, encode_header, read_arrays, split_into_files
 from shardrt.checkpoint.formats.sizes import parse_size
 from shardrt.checkpoint.saving import safetensors as saving

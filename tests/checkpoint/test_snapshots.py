@@ -23,8 +23,8 @@ from shardrt import checkpoint
 from shardrt.checkpoint import async_save, set_model_state_dict
 from shardrt.checkpoint.saving import save as saving
 from shardrt.comm import World
-from shardrt.comm.streams import observe
-from shardrt.tensor import snapshots
+from shardrt.comm.core.streams import observe
+from shardrt.tensor.placement import snapshots
 from toys import batch
 from worker import take_races
 

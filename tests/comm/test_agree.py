@@ -17,8 +17,8 @@ from ranks import on_ranks, run_script
 from shardrt import checkpoint
 from shardrt.comm import Communicator, ReduceOp, RemoteError, World, new_stream
 from shardrt.comm.backends.mpi import MpiBackend
-from shardrt.comm.calls import Failure, Interrupted
-from shardrt.comm.streams import INLINE, Stream
+from shardrt.comm.core.calls import Failure, Interrupted
+from shardrt.comm.core.streams import INLINE, Stream
 from toys import OddMLP, batch, shard_blocks
 
 pytestmark = pytest.mark.mpi

@@ -15,11 +15,11 @@ import torch
 
 from ranks import FRESH, on_ranks, rank_environment, run_job, run_script, site
 from shardrt.comm import World
-from shardrt.comm.binding import SharedGpuError, bind_device, locate
 from shardrt.comm.ending import processes
+from shardrt.comm.ending.guard.node import Node, RankPlace
 from shardrt.comm.ending.processes import Process, launcher_of, variable_of
-from shardrt.comm.guard.node import Node, RankPlace
-from shardrt.comm.version import TESTED_TORCH
+from shardrt.comm.program.version import TESTED_TORCH
+from shardrt.comm.startup.binding import SharedGpuError, bind_device, locate
 from shardrt.launch import Mpi
 
 pytestmark = pytest.mark.mpi
@@ -250,7 +250,7 @@ def test_other_processes_are_read_only_where_the_kernel_permits_it(monkeypatch: 
     script = """
 import ctypes, os, sys
 import shardrt
-from shardrt.comm.memory_access import may_read_other_processes
+from shardrt.comm.startup.memory_access import may_read_other_processes
 ctypes.CDLL(None).prctl(4, int(sys.argv[1]), 0, 0, 0)
 print(may_read_other_processes())
 shardrt.init("cpu")
@@ -345,8 +345,8 @@ from types import SimpleNamespace
 import torch
 from mpi4py import MPI
 import shardrt
-from shardrt.comm import bootstrap
-from shardrt.comm.monitor import watchdog
+from shardrt.comm.startup import bootstrap
+from shardrt.comm.monitor.watchdog import watchdog
 
 seen = {seen}[MPI.COMM_WORLD.Get_rank()]  # the UUIDs of the GPUs that this rank sees
 torch.cuda.is_available = lambda: True

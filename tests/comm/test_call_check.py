@@ -12,7 +12,7 @@ import torch
 
 from ranks import on_ranks
 from shardrt.comm import Communicator, MismatchError, PreMulSum, ReduceOp, RemoteError, World, new_stream
-from shardrt.comm.calls import Subject, about
+from shardrt.comm.core.calls import Subject, about
 from shardrt.comm.ending.words import name_ranks
 
 

@@ -43,11 +43,11 @@ def path(world: World, nodes: str, *, threaded: bool = False) -> Iterator[tuple[
     stream = new_stream(world.device, "test", threaded=threaded)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shardrt.comm.backends.mpi._SMALL_NBYTES", 4096)
-        patch.setattr("shardrt.comm.backends.node_algorithms._CHUNK_NBYTES", 30_000)
+        patch.setattr("shardrt.comm.backends.node.node_algorithms._CHUNK_NBYTES", 30_000)
         patch.setattr("shardrt.comm.backends.messages._MESSAGE_NBYTES", 25_000)
         patch.setattr("shardrt.comm.backends.mpi._EXCHANGE_NBYTES", 50_000)
         patch.setattr("shardrt.comm.backends.mpi._MIN_SLOT_NBYTES", 1)
-        patch.setattr("shardrt.comm.backends.staging._PATIENCE_S", 1e3)  # on a busy machine as well
+        patch.setattr("shardrt.comm.backends.node.staging._PATIENCE_S", 1e3)  # on a busy machine as well
         comm = Communicator(MpiBackend(MPI.COMM_WORLD.Dup(), nodes, NODES[nodes](world.rank)))
         yield comm, stream
         stream.close()

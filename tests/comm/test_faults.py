@@ -10,7 +10,7 @@ import pytest
 
 import ranks
 from ranks import DEADLINE_S, FRESH, rank_environment, start
-from shardrt.comm import merge_dumps
+from shardrt.comm.recorder import merge_dumps
 
 FAULT = """
 import ctypes, os, signal, sys, threading, time
@@ -348,17 +348,17 @@ import sys, time
 import torch
 import shardrt
 from mpi4py import MPI
-from shardrt.comm.calls import CallList, CollectiveCall, Work
+from shardrt.comm.core.calls import CallList, CollectiveCall, Work
 from shardrt.comm.monitor.guarding import RankGuard
 from shardrt.comm.monitor.install import Monitor
-from shardrt.comm.streams import Event
+from shardrt.comm.core.streams import Event
 
 class Never(Event):
     def query(self): return False
     def synchronize(self): raise AssertionError
 
 world, gpu, hook = shardrt.init("cpu"), torch.device("cuda", 1), sys.excepthook
-shardrt.comm.monitor.watchdog.observe = lambda device: print("bound to", device, flush=True)
+shardrt.comm.monitor.watchdog.watchdog.observe = lambda device: print("bound to", device, flush=True)
 monitor = Monitor(MPI.COMM_WORLD, 0, gpu, world.settings, RankGuard())
 watchdog = next(hook for hook in monitor.hooks if type(hook).__name__ == "Watchdog")
 assert sys.excepthook is hook
@@ -378,8 +378,8 @@ def test_a_kernel_that_never_ends() -> None:
 import time
 import torch
 import shardrt
-from shardrt.comm.calls import CallList, CollectiveCall, Work
-from shardrt.comm.streams import Event
+from shardrt.comm.core.calls import CallList, CollectiveCall, Work
+from shardrt.comm.core.streams import Event
 
 class Never(Event):
     def query(self): return False
@@ -410,10 +410,10 @@ import os, sys, time
 import torch
 import shardrt
 from mpi4py import MPI
-from shardrt.comm.calls import CallList, CollectiveCall, Work
+from shardrt.comm.core.calls import CallList, CollectiveCall, Work
 from shardrt.comm.monitor.guarding import RankGuard
 from shardrt.comm.monitor.install import Monitor
-from shardrt.comm.streams import Event
+from shardrt.comm.core.streams import Event
 
 class Never(Event):
     def query(self): return False
@@ -424,7 +424,7 @@ def abort(name):
     time.sleep(600)
 
 world = shardrt.init("cpu")
-shardrt.comm.monitor.watchdog.observe = lambda device: None
+shardrt.comm.monitor.watchdog.watchdog.observe = lambda device: None
 monitor = Monitor(MPI.COMM_WORLD, 0, torch.device("cuda", world.rank), world.settings, RankGuard())
 watchdog = next(hook for hook in monitor.hooks if type(hook).__name__ == "Watchdog")
 comm, busy = world.comm.split(0, world.rank, "gpu"), world.comm.split(0, world.rank, "busy")

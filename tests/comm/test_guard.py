@@ -20,13 +20,13 @@ from pathlib import Path
 import pytest
 
 from ranks import DEADLINE_S, FRESH, run_job, run_script, site
+from shardrt.comm.ending.guard.node import Neighbour, RankPhase, RankPlace
+from shardrt.comm.ending.guard.watch import Election
 from shardrt.comm.ending.processes import Process
-from shardrt.comm.guard.node import Neighbour, RankPhase, RankPlace
-from shardrt.comm.guard.watch import Election
 from shardrt.comm.monitor.guarding import RankGuard
 from shardrt.launch import Mpi
 
-GUARD = Path(__file__).parents[2] / "comm" / "guard" / "__main__.py"
+GUARD = Path(__file__).parents[2] / "comm" / "ending" / "guard" / "__main__.py"
 
 # Starts its arguments as ranks, each with a guard; ends when a rank aborts the job, with its code, or when all have ended.
 LAUNCHER = """

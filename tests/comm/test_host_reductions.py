@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shardrt.comm import PreMulSum, ReduceOp
-from shardrt.comm.backends.host_reduce import reduce_rows
-from shardrt.comm.calls import Op
+from shardrt.comm.backends.node.host_reduce import reduce_rows
+from shardrt.comm.core.calls import Op
 
 
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, PreMulSum(0.75)], ids=str)

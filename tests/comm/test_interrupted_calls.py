@@ -25,8 +25,8 @@ from checkpoints import shared_folder
 from ranks import on_ranks
 from shardrt.comm import Communicator, MismatchError, ReduceOp, RemoteError, World
 from shardrt.comm.backends.mpi import MpiBackend
-from shardrt.comm.calls import Interrupted
-from shardrt.comm.streams import INLINE
+from shardrt.comm.core.calls import Interrupted
+from shardrt.comm.core.streams import INLINE
 from toys import OddMLP, batch, shard_blocks
 
 pytestmark = pytest.mark.mpi
@@ -245,8 +245,10 @@ def test_an_exception_anywhere_in_a_call(world: World, name: str, others: str) -
     """
     call, number, is_last = CALLS[name], 0, False
     with communicator(world) as comm, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardrt.comm.control._SIGNAL_S", 0.0)
-        patch.setattr("shardrt.comm.backends.staging._PATIENCE_S", 1e3)  # late ranks go on by messages, whose calls wait in MPI
+        patch.setattr("shardrt.comm.groups.control._SIGNAL_S", 0.0)
+        patch.setattr(
+            "shardrt.comm.backends.node.staging._PATIENCE_S", 1e3
+        )  # late ranks go on by messages, whose calls wait in MPI
         while not is_last:
             number += 1
             if world.rank == 1:

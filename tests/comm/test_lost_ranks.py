@@ -13,8 +13,9 @@ from mpi4py import MPI
 
 from ranks import DEADLINE_S, on_ranks, rank_environment
 from shardrt import launch
-from shardrt.comm import RankLost, World, members
+from shardrt.comm import RankLost, World
 from shardrt.comm.backends.objects import gather_objects
+from shardrt.comm.core import members
 from toys import refused
 
 pytestmark = pytest.mark.mpi

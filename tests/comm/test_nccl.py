@@ -30,16 +30,17 @@ import torch
 
 import shardrt.comm
 from ranks import skip_at_home
-from shardrt.comm import recorder, streams
-from shardrt.comm.backends import libnccl, nccl_config
 from shardrt.comm.backends.mpi import MpiBackend
-from shardrt.comm.calls import Hook, PreMulSum, ReduceOp, Work
-from shardrt.comm.communicator import Communicator
-from shardrt.comm.control import register
-from shardrt.comm.dumps import DumpFolder
-from shardrt.comm.nccl_policy import CTA_POLICIES, NcclPolicy
-from shardrt.comm.pool import Pool
-from shardrt.comm.streams import CudaStream, InlineStream, Stream, current_stream, new_stream
+from shardrt.comm.backends.nccl import libnccl, nccl_config
+from shardrt.comm.core import streams
+from shardrt.comm.core.calls import Hook, PreMulSum, ReduceOp, Work
+from shardrt.comm.core.nccl_policy import CTA_POLICIES, NcclPolicy
+from shardrt.comm.core.pool import Pool
+from shardrt.comm.core.streams import CudaStream, InlineStream, Stream, current_stream, new_stream
+from shardrt.comm.groups.communicator import Communicator
+from shardrt.comm.groups.control import register
+from shardrt.comm.recorder import recorder
+from shardrt.comm.recorder.dumps import DumpFolder
 
 DEVICE = torch.device("cuda", 1)
 HANDLE = 0x7F5E_ED00_5EED
@@ -224,10 +225,10 @@ def in_group(comm: Communicator, *calls: Callable[[], Work]) -> None:
 
 
 def load_backend() -> ModuleType:
-    """comm/backends/nccl.py as a module of its own, so that one over a double never mixes with the real one."""
+    """comm/backends/nccl/nccl.py as a module of its own, so that one over a double never mixes with the real one."""
     assert shardrt.comm.__file__ is not None
-    path = Path(shardrt.comm.__file__).parent / "backends" / "nccl.py"
-    spec = importlib.util.spec_from_file_location("shardrt.comm.backends._nccl_under_test", path)
+    path = Path(shardrt.comm.__file__).parent / "backends" / "nccl" / "nccl.py"
+    spec = importlib.util.spec_from_file_location("shardrt.comm.backends.nccl._nccl_under_test", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -1336,7 +1337,7 @@ class Gpu:
 @pytest.fixture
 def gpu() -> Iterator[Gpu]:
     pytest.importorskip("cupy")
-    from shardrt.comm.backends.nccl import NcclBackend
+    from shardrt.comm.backends.nccl.nccl import NcclBackend
 
     device = torch.device("cuda", 0)
     comm = Communicator(NcclBackend(cast(Any, Host(0, 1, [])), device, "gpu test"))

@@ -11,8 +11,8 @@ import torch
 
 from ranks import on_ranks, run_script
 from shardrt.comm import World
-from shardrt.comm.backend import NodeMemory
-from shardrt.comm.backends import memory_files, node_memory
+from shardrt.comm.backends.node import memory_files, node_memory
+from shardrt.comm.core.backend import NodeMemory
 
 PAGE = node_memory._PAGE
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardrt.comm.dumps import DumpFolder
-from shardrt.comm.merge_dumps import main, merge, parse
-from shardrt.comm.recorder import Recorder
+from shardrt.comm.recorder.dumps import DumpFolder
+from shardrt.comm.recorder.merge_dumps import main, merge, parse
+from shardrt.comm.recorder.recorder import Recorder
 
 JOB = "20260101-000000-1-0af9"
 

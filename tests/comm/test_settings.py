@@ -16,8 +16,8 @@ from mpi4py import MPI
 
 from ranks import on_ranks, run_script
 from shardrt.comm import World
+from shardrt.comm.core.settings import EnvironmentSettings, MalformedVariable, SettingsError, agree, launched, read
 from shardrt.comm.monitor.timing import Timing
-from shardrt.comm.settings import EnvironmentSettings, MalformedVariable, SettingsError, agree, launched, read
 
 SECONDS = ("SHARDRT_TIMEOUT", "SHARDRT_START_TIMEOUT")
 FLAGS = ("SHARDRT_CHECK", "SHARDRT_CHECK_BATCHES", "SHARDRT_CHECK_WEIGHTS")
@@ -166,7 +166,7 @@ def test_all_ranks_refuse_together(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 0:
             patch.setattr(torch, "__version__", "1.0")
-            patch.setattr("shardrt.comm.settings.__version__", "0.0.1")
+            patch.setattr("shardrt.comm.core.settings.__version__", "0.0.1")
         lines = agreed(world, [{}]).splitlines()
     assert [line.partition(" on rank 0, ")[0] for line in lines] == [f"shardrt {differs}: 0.0.1", f"torch {differs}: 1.0"]
 

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranks import run_script
+from shardrt.comm.ending.guard.link import TOKEN_NBYTES, Connection, LinkError
 from shardrt.comm.ending.status_table import StatusTable
-from shardrt.comm.link import TOKEN_NBYTES, Connection, LinkError
-from shardrt.comm.monitor import sidechannel
-from shardrt.comm.monitor.sidechannel import SideChannel, accept, connect, inflate
 from shardrt.comm.monitor.timing import Timing
+from shardrt.comm.monitor.watchdog import sidechannel
+from shardrt.comm.monitor.watchdog.sidechannel import SideChannel, accept, connect, inflate
 
 TOKEN = bytes(range(TOKEN_NBYTES))
 LIMIT = 10_000

@@ -14,8 +14,8 @@ from mpi4py import MPI
 from ranks import on_ranks
 from shardrt.comm import Communicator, ReduceOp, RemoteError, World
 from shardrt.comm.backends.mpi import MpiBackend
-from shardrt.comm.backends.staging import StagedCollectives
-from shardrt.comm.streams import INLINE
+from shardrt.comm.backends.node.staging import StagedCollectives
+from shardrt.comm.core.streams import INLINE
 
 pytestmark = pytest.mark.mpi
 
@@ -28,8 +28,8 @@ def staging(world: World, patience_s: float) -> Iterator[Communicator]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shardrt.comm.backends.mpi._EXCHANGE_NBYTES", CHUNK_NBYTES)
         patch.setattr("shardrt.comm.backends.mpi._MIN_SLOT_NBYTES", 1)
-        patch.setattr("shardrt.comm.backends.staging._PATIENCE_S", patience_s)
-        patch.setattr("shardrt.comm.backends.staging._PAUSE", 2)
+        patch.setattr("shardrt.comm.backends.node.staging._PATIENCE_S", patience_s)
+        patch.setattr("shardrt.comm.backends.node.staging._PAUSE", 2)
         comm = Communicator(MpiBackend(MPI.COMM_WORLD.Dup(), "staging", 0), world.comm.hooks)
         yield comm
         comm.close()
@@ -99,7 +99,7 @@ def test_one_late_rank_is_enough(world: World, late: int) -> None:
     """The rank that is late itself, and those that have waited for it, agree on it."""
     with staging(world, 0.02) as comm, pytest.MonkeyPatch.context() as patch:
         number = 3 if world.rank == late % world.size else 0
-        patch.setattr("shardrt.comm.backends.staging.memmove", calling(number, lambda: time.sleep(0.3)))
+        patch.setattr("shardrt.comm.backends.node.staging.memmove", calling(number, lambda: time.sleep(0.3)))
         comm.all_gather(torch.empty(CHUNK_NBYTES * comm.size), torch.ones(CHUNK_NBYTES), stream=INLINE)
         assert comm.exchange(staged(comm)._pause) == [2] * comm.size
 
@@ -146,7 +146,7 @@ def test_a_rank_raises_in_the_middle(world: World, of_a_part: bool) -> None:
         for number in (2, 3, 7, 10):
             with pytest.MonkeyPatch.context() as patch:
                 if world.rank == 1:
-                    patch.setattr("shardrt.comm.backends.staging.memmove", calling(number, fail))
+                    patch.setattr("shardrt.comm.backends.node.staging.memmove", calling(number, fail))
                 with pytest.raises(RemoteError, match="rank 1 raised ArithmeticError: on purpose"):
                     comm.agree()(check)(part, 3 * CHUNK_NBYTES)
             check(part, CHUNK_NBYTES)
@@ -168,7 +168,7 @@ def test_a_rank_raises_after_the_last_meeting(world: World, is_caught: bool) -> 
         error = "left a call through an exception" if is_caught else "rank 1 raised ArithmeticError: on purpose"
         with pytest.MonkeyPatch.context() as patch:
             if world.rank == 1:  # four chunks, each written, put in place, and read from the others
-                patch.setattr("shardrt.comm.backends.staging.memmove", calling(4 * (comm.size + 1), fail))
+                patch.setattr("shardrt.comm.backends.node.staging.memmove", calling(4 * (comm.size + 1), fail))
             with pytest.raises(RemoteError, match=error):
                 comm.agree()(gather)()
         check(comm, CHUNK_NBYTES)

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from shardrt.comm import ReduceOp
-from shardrt.comm.backends import shared_memory
 from shardrt.comm.backends.meeting import QUIT
-from shardrt.comm.backends.shared_memory import SharedMemoryExchange, WindowOffset
-from shardrt.comm.backends.staging import StagedCollectives
-from shardrt.comm.binding import has_cores
-from shardrt.comm.calls import Interrupted
+from shardrt.comm.backends.node import shared_memory
+from shardrt.comm.backends.node.shared_memory import SharedMemoryExchange, WindowOffset
+from shardrt.comm.backends.node.staging import StagedCollectives
+from shardrt.comm.core.calls import Interrupted
+from shardrt.comm.startup.binding import has_cores
 
 CAPACITY = 4096
 NUMEL = CAPACITY  # of a rank's range: four chunks of a gather
@@ -138,7 +138,7 @@ def go_on(ranks: list[Rank]) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_rank_raises_where_it_waits(size: int, name: str, patience_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """In each meeting, all ranks end: also where they find out in it that one is late."""
-    monkeypatch.setattr("shardrt.comm.backends.staging._PATIENCE_S", patience_s)
+    monkeypatch.setattr("shardrt.comm.backends.node.staging._PATIENCE_S", patience_s)
     for meeting in range(1, 5):
         ranks = make_ranks(size)
         first, last = ranks[0], ranks[-1]

@@ -18,15 +18,17 @@ import torch
 
 from ranks import on_ranks, rank_environment, run_job, run_script
 from shardrt.comm import Communicator, PreMulSum, ReduceOp, Work, World
-from shardrt.comm.calls import REDUCIBLE, Op
-from shardrt.comm.stress import report, soak, sweep
+from shardrt.comm.core.calls import REDUCIBLE, Op
+from shardrt.comm.stress import soak
 from shardrt.comm.stress.fault import judge
-from shardrt.comm.stress.jobs import Ending, Way
+from shardrt.comm.stress.faults import report
+from shardrt.comm.stress.faults.jobs import Ending, Way
+from shardrt.comm.stress.faults.report import FaultTable
 from shardrt.comm.stress.names import COLLECTIVES
 from shardrt.comm.stress.options import parse
 from shardrt.comm.stress.problem import DTYPES, OPS, Problem, bus_factor
-from shardrt.comm.stress.report import FaultTable
-from shardrt.comm.stress.sweep import Row, SweepResult, draw
+from shardrt.comm.stress.sweeps import sweep
+from shardrt.comm.stress.sweeps.sweep import Row, SweepResult, draw
 from shardrt.stress import FAULTS
 
 ROOT = Path(__file__).resolve().parents[2]

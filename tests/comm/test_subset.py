@@ -9,7 +9,7 @@ from ranks import on_ranks
 from shardrt.comm import ReduceOp, World
 from shardrt.comm.backends import messages
 from shardrt.comm.backends.tagged import TaggedMessages
-from shardrt.comm.streams import INLINE
+from shardrt.comm.core.streams import INLINE
 
 pytestmark = pytest.mark.mpi
 

@@ -12,8 +12,8 @@ from torch import nn
 from ranks import on_ranks
 from shardrt import fully_shard
 from shardrt.comm import ReduceOp, World
-from shardrt.comm.calls import CallList, Hook
-from shardrt.comm.control import hooked
+from shardrt.comm.core.calls import CallList, Hook
+from shardrt.comm.groups.control import hooked
 
 
 class Held(Hook):

@@ -8,8 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardrt.comm.ending.status_table import Alarm, ProgramPhase
-from shardrt.comm.monitor.states import Decision, Move
 from shardrt.comm.monitor.timing import Timing
+from shardrt.comm.monitor.watchdog.states import Decision, Move
 
 NODES = [0, 0, 1, 1]
 STEP_S = 0.05

@@ -24,14 +24,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardrt.comm import bootstrap
 from shardrt.comm.ending import report, status_table
 from shardrt.comm.ending.report import write
 from shardrt.comm.ending.status_table import Alarm, ProgramPhase, StatusEntry, StatusTable, TimeInside
-from shardrt.comm.monitor import exit_handlers, stragglers
-from shardrt.comm.monitor.states import Decision, Move
-from shardrt.comm.monitor.stragglers import Comparison, Straggler, Stragglers
+from shardrt.comm.monitor import exit_handlers
 from shardrt.comm.monitor.timing import Timing
+from shardrt.comm.monitor.watchdog import stragglers
+from shardrt.comm.monitor.watchdog.states import Decision, Move
+from shardrt.comm.monitor.watchdog.stragglers import Comparison, Straggler, Stragglers
+from shardrt.comm.startup import bootstrap
 
 # ---------------------------------------------------------------------- a model of ranks
 

@@ -20,8 +20,8 @@ from ranks import on_ranks, settings_of
 from shardrt import checkpoint
 from shardrt.comm import World
 from shardrt.comm.backends.mpi import MpiBackend
-from shardrt.comm.calls import CallList, Hook
-from shardrt.comm.control import hooked
+from shardrt.comm.core.calls import CallList, Hook
+from shardrt.comm.groups.control import hooked
 from shardrt.parallel import context_parallel, context_parallel_unshard, parallelize_module
 from toys import OddMLP, batch, loss_of, shard_blocks
 

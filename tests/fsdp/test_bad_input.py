@@ -19,8 +19,8 @@ from ranks import on_ranks, settings_of
 from shardrt import checkpoint
 from shardrt.comm import ReduceOp, World
 from shardrt.comm.backends.mpi import MpiBackend
-from shardrt.comm.backends.node_algorithms import NodeAlgorithms
-from shardrt.comm.backends.shared_memory import _warn_of_no_space, reserve
+from shardrt.comm.backends.node.node_algorithms import NodeAlgorithms
+from shardrt.comm.backends.node.shared_memory import _warn_of_no_space, reserve
 from shardrt.fsdp.gather.gather import FlatGather
 from shardrt.fsdp.reduce.reduce import GradientReduction
 from shardrt.parallel import ColwiseParallel, RowwiseParallel
@@ -385,7 +385,7 @@ def test_too_many_communicators(world: World) -> None:
     for parts in ({0, 1}, {0}):
         with pytest.MonkeyPatch.context() as patch:
             if len(parts) == 1 or odd:
-                patch.setattr("shardrt.comm.backends.shared_memory.NodeWindows.allocate", fail)
+                patch.setattr("shardrt.comm.backends.node.shared_memory.NodeWindows.allocate", fail)
                 patch.setattr("shardrt.comm.backends.mpi.NodeAlgorithms.__init__", lambda *_: fail(None, 0))
             color = int(odd) if len(parts) == 2 else 0
             failed = rf"ranks? {world.size - 1}: " if len(parts) == 2 else "ranks 0, 1"
@@ -444,8 +444,8 @@ def test_too_little_shared_memory(world: World) -> None:
     """If one rank gets none, all ranks of the node use memory of their own, with one warning; results are the same."""
     records: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardrt.comm.backends.shared_memory.reserve", lambda *_: world.rank != 1)
-        patch.setattr("shardrt.comm.backends.shared_memory._log.warning", lambda *text: records.append(text[0] % text[1:]))
+        patch.setattr("shardrt.comm.backends.node.shared_memory.reserve", lambda *_: world.rank != 1)
+        patch.setattr("shardrt.comm.backends.node.shared_memory._log.warning", lambda *text: records.append(text[0] % text[1:]))
         _warn_of_no_space.cache_clear()
         comm = world.comm.split(0, world.rank, "plain")
         assert comm is not None

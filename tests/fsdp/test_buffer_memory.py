@@ -18,7 +18,7 @@ import shardrt
 from observers import observing_gradients, observing_memory
 from ranks import on_ranks, with_copies
 from shardrt.comm import Communicator, Event, Pool, World
-from shardrt.comm.streams import InlineStream
+from shardrt.comm.core.streams import InlineStream
 from shardrt.fsdp.base.events import BufferKind
 from shardrt.fsdp.memory import buffers
 from shardrt.fsdp.memory.buffers import (

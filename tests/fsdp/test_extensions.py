@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import shardrt
 from ranks import on_ranks
 from shardrt.comm import Communicator, World
-from shardrt.comm.dry import dry_world
+from shardrt.comm.startup.dry import dry_world
 from shardrt.fsdp.gather import extension
 from subclasses import PadsItself, Parts, set_on_locals
 from toys import Elsewhere

@@ -14,7 +14,7 @@ import shardrt
 from ranks import on_ranks, settings_of, with_copies
 from shardrt.comm import Communicator, Stream, Work, World
 from shardrt.fsdp.api.fully_shard import _log_nothing_to_offload
-from shardrt.fsdp.schedule.gather_state import GatherState, Verb
+from shardrt.fsdp.gather.gather_state import GatherState, Verb
 from shardrt.fsdp.schedule.param_group import ParamGroup
 from subclasses import Narrow
 from toys import (
@@ -896,7 +896,7 @@ def test_the_same_batch_on_every_rank_is_reported(world: World) -> None:
     def first_steps(inputs: list[object], **options: object) -> list[str]:
         """What is logged in forwards on these inputs and their backwards, of a new model."""
         model = shardrt.fully_shard(Taking(), **options)
-        with mock.patch("shardrt.fsdp.schedule.same_batches._log.warning") as warning:
+        with mock.patch("shardrt.fsdp.schedule.same.same_batches._log.warning") as warning:
             with torch.no_grad():
                 model(same)
             model.eval()(same)
@@ -947,6 +947,6 @@ def test_tensor_parallel_ranks_share_a_batch(world: World) -> None:
         plan = {"0": shardrt.parallel.ColwiseParallel(), "1": shardrt.parallel.RowwiseParallel()}
         shardrt.parallel.parallelize_module(model, mesh["tp"], plan)
         shardrt.fully_shard(model, mesh=mesh["dp"])
-        with mock.patch("shardrt.fsdp.schedule.same_batches._log.warning") as warning:
+        with mock.patch("shardrt.fsdp.schedule.same.same_batches._log.warning") as warning:
             model(batch(step)).sum().backward()
         assert warning.called == (warned and mesh["dp"].rank == 0)

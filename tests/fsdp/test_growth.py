@@ -19,13 +19,13 @@ from torch import nn
 from ranks import on_ranks
 from shardrt import MixedPrecisionPolicy, QuantizationPolicy, fully_shard
 from shardrt.comm import Communicator, DeviceMesh, World
-from shardrt.comm.dry import dry_world
+from shardrt.comm.startup.dry import dry_world
 from shardrt.fsdp.params.layout import ParamSpec
 from shardrt.fsdp.params.param import placement_of
 from shardrt.fsdp.params.planner import plan
 from shardrt.fsdp.reduce.grad_layout import reduce_layout
-from shardrt.tensor.placement import FlatShard, RaggedShard, Replicate, Shard, Spec
-from shardrt.tensor.rank_counts import RankCounts
+from shardrt.tensor.placement.placement import FlatShard, RaggedShard, Replicate, Shard, Spec
+from shardrt.tensor.placement.rank_counts import RankCounts
 from shardrt.timeline.clocks import measure
 
 MANY = 100_000

@@ -16,13 +16,14 @@ from torch import nn
 
 import shardrt
 from ranks import on_ranks
-from shardrt.comm import World, malloc
+from shardrt.comm import World
+from shardrt.comm.startup import malloc
 from shardrt.fsdp.base.events import BufferKind
 from shardrt.fsdp.memory import buffers, host_memory
 from shardrt.fsdp.memory.buffers import FlatBuffer, MemoryCounter
 from shardrt.fsdp.memory.host_memory import POOL, SMALL, HostPool
 from shardrt.fsdp.params.param import ShardedParam
-from shardrt.tensor.placement import Spec
+from shardrt.tensor.placement.placement import Spec
 from shardrt.torch_internals import no_swap_memory
 from toys import OddMLP, shard_blocks
 

@@ -25,7 +25,7 @@ from shardrt.fsdp.params import in_place
 from shardrt.fsdp.params.in_place import Given, LinearWeight
 from shardrt.fsdp.params.param import RunningParameter
 from shardrt.fsdp.reduce.reduce import GradientReduction
-from shardrt.plan.recomputation import checkpoint_block, selective_contexts
+from shardrt.plan.program.recomputation import checkpoint_block, selective_contexts
 from toys import OddMLP, TiedGPT, UsedTwice, batch, buckets_of, loss_of, shard_blocks, tokens, uncompiled
 
 pytestmark = pytest.mark.skipif(os.environ.get("SHARDRT_TEST_DEVICE") == "cuda", reason="nothing has a place on a GPU")

@@ -640,7 +640,7 @@ def test_a_custom_all_gather_gathers(world: World) -> None:
 @on_ranks(2)
 def test_where_the_node_has_no_such_memory(world: World) -> None:
     """Ranks gather copies: also if only one of them cannot map it."""
-    from shardrt.comm.backends import node_memory
+    from shardrt.comm.backends.node import node_memory
 
     model = shard_blocks(OddMLP())
     with mock.patch.object(node_memory, "_shows_writes", return_value=world.rank == 0), observing_calls() as names:

@@ -18,7 +18,7 @@ from torch import nn
 import shardrt
 from ranks import on_ranks
 from shardrt.comm import World
-from shardrt.comm.merge_dumps import merge, parse
+from shardrt.comm.recorder.merge_dumps import merge, parse
 from shardrt.fsdp.reduce.packed import HeldGrads
 from toys import (
     Branching,

@@ -21,7 +21,7 @@ from observers import observing_memory
 from ranks import on_ranks, with_copies
 from shardrt import MixedPrecisionPolicy, PrefetchPolicy, QuantizationPolicy, Shard, ShardPlacementResult
 from shardrt.comm import DeviceMesh, World
-from shardrt.comm.dry import dry_world
+from shardrt.comm.startup.dry import dry_world
 from shardrt.fsdp.params.layout import ParamSpec, padding_limit
 from shardrt.fsdp.params.planner import plan
 from shardrt.fsdp.schedule.param_group import ParamGroup

@@ -33,7 +33,7 @@ from observers import observing_memory
 from ranks import on_ranks, settings_of, with_copies
 from shardrt import DTensor, QuantizationPolicy, Replicate, ShardPlacementResult
 from shardrt.comm import Communicator, DeviceMesh, ReduceOp, Stream, World, current_stream
-from shardrt.comm.dry import dry_world
+from shardrt.comm.startup.dry import dry_world
 from shardrt.fsdp.base.events import BufferKind
 from shardrt.fsdp.base.two_levels import TwoLevels, neighbours
 from shardrt.fsdp.memory.buffers import BufferMaker, FlatBuffer, MemoryCounter

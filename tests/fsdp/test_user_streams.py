@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ranks import on_ranks
 from shardrt.comm import World
-from shardrt.comm.streams import CudaStream
+from shardrt.comm.core.streams import CudaStream
 from toys import OddMLP, batch, compare, loss_of, shard_blocks, train_side_by_side, uncompiled
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from ranks import run_script, skip_at_home
-from shardrt.comm.backends import cuda_builds
-from shardrt.comm.backends.cuda_builds import CudaBuildError, CudaBuilds, check_builds, loaded_nccls, own_builds
+from shardrt.comm.backends.nccl import cuda_builds
+from shardrt.comm.backends.nccl.cuda_builds import CudaBuildError, CudaBuilds, check_builds, loaded_nccls, own_builds
 
 WHEELS_12, WHEELS_13 = (("cupy-cuda12x", "nvidia-nccl-cu12"), ("cupy-cuda13x", "nvidia-nccl-cu13"))
 GOOD = CudaBuilds(13, 13, (13,), WHEELS_13)
@@ -101,8 +101,8 @@ from types import SimpleNamespace
 import torch
 from mpi4py import MPI
 import shardrt
-from shardrt.comm import bootstrap
-from shardrt.comm.backends.cuda_builds import CudaBuilds
+from shardrt.comm.startup import bootstrap
+from shardrt.comm.backends.nccl.cuda_builds import CudaBuilds
 
 rank = MPI.COMM_WORLD.Get_rank()
 torch.cuda.is_available = lambda: True

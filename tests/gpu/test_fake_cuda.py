@@ -23,14 +23,14 @@ import shardrt
 from checkpoints import shared_folder
 from ranks import on_ranks, run_script
 from shardrt import checkpoint
-from shardrt.checkpoint.run.copies import MemoryCopies
+from shardrt.checkpoint.run.survival.copies import MemoryCopies
 from shardrt.comm import World
-from shardrt.comm.streams import CudaStream, _CudaEvent
+from shardrt.comm.core.streams import CudaStream, _CudaEvent
 from shardrt.fsdp.memory.context import Streams
 from shardrt.fsdp.reduce.sharded_grads import ShardedGrads
 from shardrt.integrations import torch_distributed
 from shardrt.kernels import cuda as kernels
-from shardrt.tensor import snapshots
+from shardrt.tensor.placement import snapshots
 from toys import OddMLP, batch, loss_of, shard_blocks
 from worker import take_races
 

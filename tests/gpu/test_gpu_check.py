@@ -28,7 +28,8 @@ from gpu import table as gpu_table
 from gpu.checker import Checker, Part
 from gpu.checks import Check, Found, Outcome, Result, run_checks
 from ranks import on_ranks, rank_environment
-from shardrt.comm import World, bootstrap
+from shardrt.comm import World
+from shardrt.comm.startup import bootstrap
 from shardrt.launch import LaunchError
 
 CHECK = Path(gpu_check.__file__)

@@ -6,7 +6,7 @@ import pytest
 
 from bench import gpu_forecast
 from bench.gpu_forecast import Bounds, Row
-from shardrt.plan.hardware import Sheet, load_sheet
+from shardrt.plan.machine.hardware import Sheet, load_sheet
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance.md"
 

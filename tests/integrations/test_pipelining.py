@@ -19,8 +19,8 @@ from checkpoints import shared_folder
 from ranks import on_ranks
 from shardrt import checkpoint
 from shardrt.comm import DeviceMesh, World
-from shardrt.comm.calls import CallList, Hook
-from shardrt.comm.control import hooked
+from shardrt.comm.core.calls import CallList, Hook
+from shardrt.comm.groups.control import hooked
 from shardrt.integrations import torch_distributed
 from shardrt.integrations.pipelining import PipelineStage
 

@@ -174,7 +174,7 @@ def test_pages_that_were_never_touched_do_not_count() -> None:
 BLOCKS = """
 import json
 import torch
-from shardrt.comm import malloc
+from shardrt.comm.startup import malloc
 from shardrt.memory.devices import measuring
 from shardrt.memory.parts import Claim, Use
 

@@ -17,8 +17,8 @@ import shardrt
 from ranks import on_ranks
 from shardrt import Metrics, World
 from shardrt.comm import ReduceOp, RemoteError
-from shardrt.comm.exposure import Exposure
-from shardrt.comm.streams import INLINE, ThreadedStream
+from shardrt.comm.core.streams import INLINE, ThreadedStream
+from shardrt.comm.recorder.exposure import Exposure
 
 NAP = 0.4  # seconds
 

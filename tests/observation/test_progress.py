@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardrt import progress
+from shardrt.instruments import progress
 
 pytest.importorskip("tqdm")
 

@@ -18,7 +18,7 @@ from shardrt.comm import DeviceMesh, World
 from shardrt.parallel import parallelize_module
 from shardrt.replicas.differences import Detail, differing, report
 from shardrt.replicas.items import Copied, CopiedValue, Table, digests_of, sums_of
-from shardrt.tensor.digest import digest
+from shardrt.tensor.placement.digest import digest
 from toys import OddMLP, batch, loss_of, shard_blocks
 from toys_tp import Transformer, sequence_plan, tokens_of
 from toys_tp import loss_of as loss_of_tokens

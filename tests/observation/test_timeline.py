@@ -29,9 +29,9 @@ from checkpoints import shared_folder
 from ranks import on_ranks, settings_of, with_copies
 from shardrt import World
 from shardrt.comm import Communicator, DeviceMesh, RemoteError, Work
-from shardrt.comm.calls import CallList, CollectiveCall
-from shardrt.comm.dry import dry_world
-from shardrt.comm.streams import INLINE, CudaStream, InlineStream, Stream
+from shardrt.comm.core.calls import CallList, CollectiveCall
+from shardrt.comm.core.streams import INLINE, CudaStream, InlineStream, Stream
+from shardrt.comm.startup.dry import dry_world
 from shardrt.fsdp.base import events
 from shardrt.fsdp.base.events import Step
 from shardrt.timeline.__main__ import main

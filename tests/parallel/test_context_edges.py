@@ -18,8 +18,8 @@ from ranks import on_ranks
 from shardrt.comm import DeviceMesh, World
 from shardrt.parallel import context_parallel, context_parallel_shard, context_parallel_unshard, tokens_per_rank
 from shardrt.parallel.context import mode
+from shardrt.parallel.context.methods.ulysses import _drawn_seed
 from shardrt.parallel.context.transport import Gathering, Rotation, Transport, ring_of
-from shardrt.parallel.context.ulysses import _drawn_seed
 
 every_method = pytest.mark.parametrize("method", ["ring", "all_gather", "ulysses"])
 

@@ -17,11 +17,11 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from ranks import on_ranks
 from shardrt.comm import Communicator, DeviceMesh, Work, World
-from shardrt.comm.calls import CallList, Hook
-from shardrt.comm.control import hooked
+from shardrt.comm.core.calls import CallList, Hook
+from shardrt.comm.groups.control import hooked
 from shardrt.parallel import context_parallel, context_parallel_shard, context_parallel_unshard, tokens_per_rank
 from shardrt.parallel.context.cut import SequenceCut
-from shardrt.parallel.context.kernels import FORMULA, Attended, Block, kernel_for
+from shardrt.parallel.context.methods.kernels import FORMULA, Attended, Block, kernel_for
 from shardrt.parallel.context.transport import ring_of
 
 METHODS = ("ring", "all_gather", "ulysses")
@@ -198,7 +198,7 @@ def test_the_formula_is_the_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> Non
     torch.manual_seed(0)
     q, k, v, grad = (torch.randn(2, heads, 9, 4, dtype=torch.float64) for heads in (4, 2, 2, 4))
     for scores, causal in itertools.product((2**24, 100), (True, False)):
-        monkeypatch.setattr("shardrt.parallel.context.kernels._SCORES", scores)
+        monkeypatch.setattr("shardrt.parallel.context.methods.kernels._SCORES", scores)
         block = Block(q, k, v, causal, 0.3)
         fused = kernel_for(q, v)
         assert fused is not FORMULA

@@ -20,8 +20,8 @@ from shardrt.parallel import (
     cross_entropy,
     parallelize_module,
 )
-from shardrt.parallel.axis import Part, axis_of, parts
-from shardrt.parallel.relayout import relayout
+from shardrt.parallel.boundaries.axis import Part, axis_of, parts
+from shardrt.parallel.boundaries.relayout import relayout
 from toys import warns_of_create_graph
 from toys_tp import (
     Transformer,

@@ -17,7 +17,7 @@ from ranks import on_ranks
 from shardrt import Replicate, Shard
 from shardrt import checkpoint as checkpoint_io
 from shardrt.comm import DeviceMesh, World
-from shardrt.comm.dry import dry_world
+from shardrt.comm.startup.dry import dry_world
 from shardrt.parallel import (
     ColwiseParallel,
     ExpertParallel,

@@ -20,8 +20,8 @@ from ranks import on_ranks
 from shardrt import Shard
 from shardrt.comm import DeviceMesh, World
 from shardrt.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel, parallelize_module
-from shardrt.parallel.axis import axis_of
-from shardrt.parallel.random import RandomRegions, random_attributes
+from shardrt.parallel.boundaries.axis import axis_of
+from shardrt.parallel.boundaries.random import RandomRegions, random_attributes
 
 DROPOUTS = {p: nn.Dropout(p) for p in (0.0, 0.5)}
 

@@ -24,9 +24,9 @@ from shardrt.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from shardrt.parallel.axis import Axis, Part, Pending, axis_of, parts
-from shardrt.parallel.relayout import as_dtensor, relayout
-from shardrt.tensor.placement import Placement
+from shardrt.parallel.boundaries.axis import Axis, Part, Pending, axis_of, parts
+from shardrt.parallel.boundaries.relayout import as_dtensor, relayout
+from shardrt.tensor.placement.placement import Placement
 from toys_tp import (
     Transformer,
     compare,

@@ -15,8 +15,8 @@ from ranks import on_ranks
 from shardrt import DTensor, FlatShard, RaggedShard, Replicate, Shard, distribute_tensor
 from shardrt.comm import DeviceMesh, World
 from shardrt.parallel.fsdp import DTensorExtensions
-from shardrt.tensor.placement import Box, Placement, Spec
-from shardrt.tensor.replicated import mark_replicated
+from shardrt.tensor.dtensor.replicated import mark_replicated
+from shardrt.tensor.placement.placement import Box, Placement, Spec
 from subclasses import PadsItself, set_on_locals
 from toys import compare
 from toys_2d import Toy, loss_of, meshes, parallelize, shard, words

@@ -17,7 +17,7 @@ from ranks import on_ranks
 from shardrt import Partial, Replicate, Shard, distribute_tensor
 from shardrt.comm import DeviceMesh, World
 from shardrt.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
-from shardrt.tensor.replicated import mark_replicated
+from shardrt.tensor.dtensor.replicated import mark_replicated
 from toys import compare
 from toys_2d import Block, Toy, Transformer, loss_of, meshes, parallelize, shard, train, words
 

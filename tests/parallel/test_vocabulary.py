@@ -20,7 +20,7 @@ from ranks import on_ranks
 from shardrt import DTensor, FlatShard, Partial, RaggedShard, Replicate, Shard, distribute_tensor
 from shardrt.comm import DeviceMesh, World
 from shardrt.parallel import cross_entropy, loss_parallel
-from shardrt.parallel.vocabulary import masked_embedding
+from shardrt.parallel.boundaries.vocabulary import masked_embedding
 
 VOCABULARIES = (1, 3, 7, 16, 101)
 ROWS = 6

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from shardrt.comm.calls import CollectiveCall, Member, ReduceOp
-from shardrt.comm.streams import INLINE
+from shardrt.comm.core.calls import CollectiveCall, Member, ReduceOp
+from shardrt.comm.core.streams import INLINE
 from shardrt.comm.stress.problem import bus_factor
-from shardrt.plan.attention import FusedAttention
-from shardrt.plan.cost import Bound, Costs, RanksOnNodes, Traffic, bounding, traffic_of
-from shardrt.plan.hardware import SheetError, parse_sheet
-from shardrt.plan.search import break_even, largest_batch
-from shardrt.plan.work import OperationWork, work_of
+from shardrt.plan.machine.cost import Bound, Costs, RanksOnNodes, Traffic, bounding, traffic_of
+from shardrt.plan.machine.hardware import SheetError, parse_sheet
+from shardrt.plan.machine.work import OperationWork, work_of
+from shardrt.plan.question.search import break_even, largest_batch
+from shardrt.plan.run.attention import FusedAttention
 
 SHEET = """
 name = "test"

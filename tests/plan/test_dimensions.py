@@ -12,18 +12,18 @@ import torch
 from torch import nn
 
 from shardrt import MixedPrecisionPolicy
-from shardrt.comm.dry import dry_world
+from shardrt.comm.startup.dry import dry_world
 from shardrt.plan.__main__ import main
-from shardrt.plan.cost import Costs
-from shardrt.plan.factory import make_program
-from shardrt.plan.forecast import forecast
-from shardrt.plan.forecast_result import Forecast
-from shardrt.plan.hardware import load_sheet
-from shardrt.plan.job import Job, PlanError
-from shardrt.plan.known_models import PRESETS
-from shardrt.plan.pipeline import Pass, StageRun, blocks_of_stage, finish_times, forwards_ahead, turns
-from shardrt.plan.presets import preset_factory
-from shardrt.plan.splits import best_splits, splits
+from shardrt.plan.machine.cost import Costs
+from shardrt.plan.machine.hardware import load_sheet
+from shardrt.plan.program.factory import make_program
+from shardrt.plan.program.forecast_result import Forecast
+from shardrt.plan.program.job import Job, PlanError
+from shardrt.plan.program.known_models import PRESETS
+from shardrt.plan.program.pipeline import Pass, StageRun, blocks_of_stage, finish_times, forwards_ahead, turns
+from shardrt.plan.program.presets import preset_factory
+from shardrt.plan.question.splits import best_splits, splits
+from shardrt.plan.run.forecast import forecast
 from toys import uncompiled
 
 WIDTH, ROWS, LAYERS = 64, 32, 4
@@ -203,7 +203,7 @@ def test_micro_batches_that_count_without_being_run(
         return forecast(lambda job: make_program(counted, job, "model"), Job(8, **options), Costs(machine))
 
     few, ran = run(), len(calls)
-    monkeypatch.setattr("shardrt.plan.forecast._FIRST", 1000)
+    monkeypatch.setattr("shardrt.plan.run.forecast._FIRST", 1000)
     all_of_them = run()
     assert (ran < len(calls)) == (options.get("schedule") != "gpipe")
     assert figures(few) == pytest.approx(figures(all_of_them), rel=1e-9)

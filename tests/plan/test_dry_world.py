@@ -9,9 +9,9 @@ import torch
 import shardrt
 from ranks import on_ranks
 from shardrt.comm import ReduceOp, World
-from shardrt.comm.calls import CollectiveCall
-from shardrt.comm.dry import dry_world
-from shardrt.comm.streams import current_stream
+from shardrt.comm.core.calls import CollectiveCall
+from shardrt.comm.core.streams import current_stream
+from shardrt.comm.startup.dry import dry_world
 
 META = torch.device("meta")
 

@@ -13,17 +13,17 @@ import toys_tp
 from ranks import on_ranks
 from shardrt import MixedPrecisionPolicy, PrefetchPolicy, QuantizationPolicy
 from shardrt.comm import DeviceMesh, Work, World
-from shardrt.comm.calls import CallList, Hook
-from shardrt.comm.control import hooked
-from shardrt.comm.dry import dry_world
+from shardrt.comm.core.calls import CallList, Hook
+from shardrt.comm.groups.control import hooked
+from shardrt.comm.startup.dry import dry_world
 from shardrt.fsdp.base.events import BufferKind, HasName, Observer, observing
 from shardrt.parallel import parallelize_module
-from shardrt.plan.cost import Costs
-from shardrt.plan.forecast import forecast
-from shardrt.plan.hardware import load_sheet
-from shardrt.plan.job import Job, Program
-from shardrt.plan.operations import Cost, Operations
-from shardrt.plan.recomputation import checkpoint_block
+from shardrt.plan.machine.cost import Costs
+from shardrt.plan.machine.hardware import load_sheet
+from shardrt.plan.program.job import Job, Program
+from shardrt.plan.program.recomputation import checkpoint_block
+from shardrt.plan.run.forecast import forecast
+from shardrt.plan.run.operations import Cost, Operations
 from toys import OddMLP, buckets_of, shard_blocks
 
 Setup = Callable[[World], nn.Module]

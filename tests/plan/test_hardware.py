@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from shardrt.comm.stress.compute import MOST_ROWS, SIDES
-from shardrt.plan.hardware import Curve, SheetError, load_sheet, parse_sheet, sheet_names
-from shardrt.plan.measured import fit, operations_of_small_model, sheet_of_stress
+from shardrt.comm.stress.sweeps.compute import MOST_ROWS, SIDES
+from shardrt.plan.machine.hardware import Curve, SheetError, load_sheet, parse_sheet, sheet_names
+from shardrt.plan.run.measured import fit, operations_of_small_model, sheet_of_stress
 
 SMALL = """
 name = "small"

@@ -16,19 +16,19 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardrt.comm.dry import dry_world
+from shardrt.comm.startup.dry import dry_world
 from shardrt.fsdp.api.module import FSDPModule
 from shardrt.fsdp.base.policy import MixedPrecisionPolicy, PrefetchPolicy, QuantizationPolicy
-from shardrt.plan import planning
 from shardrt.plan.__main__ import main
-from shardrt.plan.factory import blocks, check_meta, load_factory, make_program
-from shardrt.plan.hardware import Curve, Memory, load_sheet
-from shardrt.plan.history import History
-from shardrt.plan.job import Job, PlanError
-from shardrt.plan.known_models import PRESETS
-from shardrt.plan.presets import preset_factory
-from shardrt.plan.recomputation import checkpoint_block, selective_contexts
-from shardrt.plan.report import PlannedJob, lines
+from shardrt.plan.machine.hardware import Curve, Memory, load_sheet
+from shardrt.plan.program.factory import blocks, check_meta, load_factory, make_program
+from shardrt.plan.program.job import Job, PlanError
+from shardrt.plan.program.known_models import PRESETS
+from shardrt.plan.program.presets import preset_factory
+from shardrt.plan.program.recomputation import checkpoint_block, selective_contexts
+from shardrt.plan.question import planning
+from shardrt.plan.question.report import PlannedJob, lines
+from shardrt.plan.run.history import History
 from toys import uncompiled
 
 FACTORIES = """

@@ -26,8 +26,8 @@ from common.models import CASES
 from ranks import on_ranks
 from shardrt import World
 from shardrt.comm import ReduceOp
-from shardrt.comm.control import hooked
-from shardrt.plan.hardware import load_sheet
+from shardrt.comm.groups.control import hooked
+from shardrt.plan.machine.hardware import load_sheet
 
 ROOT = Path(__file__).parents[2]
 BENCH = ROOT / "scripts" / "bench" / "step.py"

@@ -15,7 +15,7 @@ import shardrt
 import shardrt.comm
 import shardrt.kernels
 import shardrt.tensor
-from shardrt.comm.version import __version__
+from shardrt.comm.program.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

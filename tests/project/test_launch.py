@@ -23,11 +23,12 @@ from textwrap import dedent
 import pytest
 
 from ranks import rank_environment, site, wait_for
-from shardrt import launch, stale_files, supervisor
+from shardrt import launch
 from shardrt.comm.ending import report
 from shardrt.comm.ending.processes import kill, processes_with
 from shardrt.comm.monitor.exit_handlers import handler_kept
 from shardrt.launch import JobRequest, Launcher, LaunchError, LaunchSite, Mpi
+from shardrt.launcher import stale_files, supervisor
 from slurm import BATCH_FILE, Slurm, copy_batch_file, slurm_environment
 
 ROOT = Path(__file__).resolve().parents[2]

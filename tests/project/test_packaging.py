@@ -24,7 +24,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import dev
-from shardrt.comm.version import TESTED_TORCH
+from shardrt.comm.program.version import TESTED_TORCH
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {"shardrt": "shardrt", "comm": "shardrt/comm", "kernels": "shardrt/kernels"}
@@ -126,7 +126,9 @@ def test_wheel_holds_the_three_packages_and_nothing_else(wheel: Path, checkout: 
         for folder, target in FOLDERS.items()
         for path in (checkout / folder).rglob("*.py")
     }
-    sheets = {f"shardrt/plan/sheets/{path.name}" for path in (ROOT / "shardrt" / "plan" / "sheets").iterdir()}
+    sheets = {
+        f"shardrt/plan/machine/sheets/{path.name}" for path in (ROOT / "shardrt" / "plan" / "machine" / "sheets").iterdir()
+    }
     assert len(sheets) == 4
     assert packaged == modules | sheets | {"shardrt/py.typed", "shardrt/kernels/kernels.cu"}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)

@@ -13,18 +13,18 @@ import reach
 @pytest.mark.parametrize(
     ("test", "file"),
     [
-        ("test_cost.py", "shardrt/plan/cost.py"),  # imported
-        ("test_plan_command.py", "comm/mesh.py"),  # at second hand
+        ("test_cost.py", "shardrt/plan/machine/cost.py"),  # imported
+        ("test_plan_command.py", "comm/groups/mesh.py"),  # at second hand
         ("test_train_script.py", "scripts/train.py"),  # started
-        ("test_runs.py", "shardrt/supervisor.py"),  # started by what the test starts
-        ("test_collectives.py", "comm/backends/node_algorithms.py"),
-        ("test_metrics.py", "shardrt/metrics.py"),  # by `shardrt.Metrics`
+        ("test_runs.py", "shardrt/launcher/supervisor.py"),  # started by what the test starts
+        ("test_collectives.py", "comm/backends/node/node_algorithms.py"),
+        ("test_metrics.py", "shardrt/instruments/metrics.py"),  # by `shardrt.Metrics`
         ("test_examples.py", "scripts/examples/hsdp.py"),  # in a folder that is named
         ("test_docs.py", "README.md"),
-        ("test_guard.py", "comm/guard/watch.py"),
-        ("test_launch.py", "comm/guard/watch.py"),  # started by path
+        ("test_guard.py", "comm/ending/guard/watch.py"),
+        ("test_launch.py", "comm/ending/guard/watch.py"),  # started by path
         ("test_kernels.py", "kernels/kernels.cu"),
-        ("test_hardware.py", "shardrt/plan/sheets/h100.toml"),
+        ("test_hardware.py", "shardrt/plan/machine/sheets/h100.toml"),
     ],
 )
 def test_what_a_file_depends_on(test: str, file: str) -> None:
@@ -35,8 +35,8 @@ def test_what_a_file_depends_on(test: str, file: str) -> None:
     ("test", "file"),
     [
         ("test_cost.py", "shardrt/checkpoint/__main__.py"),
-        ("test_collectives.py", "shardrt/parallel/styles.py"),
-        ("test_metrics.py", "shardrt/plan/cost.py"),
+        ("test_collectives.py", "shardrt/parallel/styles/styles.py"),
+        ("test_metrics.py", "shardrt/plan/machine/cost.py"),
         ("test_train_script.py", "README.md"),
     ],
 )
@@ -69,7 +69,7 @@ def test_changes_since_a_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert sorted(reach.changed_files("HEAD")) == ["edited.py", "new.py"]
     with pytest.raises(ValueError, match="git diff --name-only --no-renames nowhere --: fatal: bad revision 'nowhere'"):
         reach.changed_files("nowhere")
-    assert reach.canonical("shardrt/comm/mesh.py") == "comm/mesh.py"
+    assert reach.canonical("shardrt/comm/groups/mesh.py") == "comm/groups/mesh.py"
 
 
 def files_of_tests() -> list[str]:

@@ -153,7 +153,7 @@ def test_names_are_imported_when_they_are_used() -> None:
 
 
 def test_a_module_that_others_need_can_be_the_first() -> None:
-    run("import shardrt.comm.bootstrap")
+    run("import shardrt.comm.startup.bootstrap")
 
 
 def test_without_torch_the_import_of_names_says_so() -> None:
@@ -179,8 +179,7 @@ CHANGES = re.compile(
     re.VERBOSE | re.MULTILINE,
 )
 # Programs of shardrt's own, whose processes are not the user's.
-LAUNCHER = ("launch.py", "nodes.py", "remote_shell.py", "stale_files.py", "supervisor.py", "visitor.py")
-OF_NO_USER = ("comm/stress/", "comm/guard/", "shardrt/stress.py", *(f"shardrt/{name}" for name in LAUNCHER))
+OF_NO_USER = ("comm/stress/", "comm/ending/guard/", "shardrt/launch.py", "shardrt/launcher/", "shardrt/stress.py")
 
 
 def test_the_page_has_all_that_is_changed() -> None:

@@ -13,9 +13,9 @@ import pytest
 
 from ranks import FRESH, run_job, run_script
 from shardrt.checkpoint.__main__ import main as checkpoint
-from shardrt.comm.merge_dumps import main as recorder
+from shardrt.comm.program.version import __version__
+from shardrt.comm.recorder.merge_dumps import main as recorder
 from shardrt.comm.stress.options import parse as stress
-from shardrt.comm.version import __version__
 from shardrt.launch import main as launch
 from shardrt.plan.__main__ import main as plan
 from shardrt.stress import main as stress_with_models

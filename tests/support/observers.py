@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from shardrt.comm import Work
-from shardrt.comm.calls import CallList, Hook
-from shardrt.comm.control import hooked
+from shardrt.comm.core.calls import CallList, Hook
+from shardrt.comm.groups.control import hooked
 from shardrt.fsdp.base.events import BufferKind, HasName, Observer, observing
 
 

@@ -8,8 +8,8 @@ import torch
 
 from shardrt import FlatShard, RaggedShard, Replicate, Shard
 from shardrt.comm import Work
-from shardrt.comm.calls import CollectiveCall, Hook
-from shardrt.tensor.placement import Placement
+from shardrt.comm.core.calls import CollectiveCall, Hook
+from shardrt.tensor.placement.placement import Placement
 
 
 def uneven(total: int, size: int) -> tuple[int, ...]:

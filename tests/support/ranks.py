@@ -27,7 +27,8 @@ import pytest
 
 import ask_forks
 import forks
-from shardrt import World, launch, stale_files
+from shardrt import World, launch
+from shardrt.launcher import stale_files
 
 DEADLINE_S = 240.0  # for a body or a script that hangs: where none does, a long one costs nothing
 MOST_BODIES = 300  # of a job, over its ranks: bodies leave communicators open, and MPICH makes 2048

@@ -13,7 +13,7 @@ from torch import nn
 
 import shardrt
 from shardrt.comm import ReduceOp, World
-from shardrt.comm.streams import InlineStream
+from shardrt.comm.core.streams import InlineStream
 from shardrt.fsdp.memory import context
 from shardrt.fsdp.params import in_place, visible
 from shardrt.fsdp.schedule.param_group import ParamGroup

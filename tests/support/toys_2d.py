@@ -13,8 +13,8 @@ import shardrt
 from shardrt import DTensor, Partial, Replicate, Shard
 from shardrt.comm import DeviceMesh, ReduceOp, World, current_stream
 from shardrt.fsdp.memory import context
-from shardrt.tensor.placement import Spec
-from shardrt.tensor.replicated import mark_replicated
+from shardrt.tensor.dtensor.replicated import mark_replicated
+from shardrt.tensor.placement.placement import Spec
 from toys import buckets_of, compare
 
 SEQUENCE = 6  # positions; divisible by 2 and 3

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from shardrt import DTensor, Replicate, Shard
 from shardrt.comm import DeviceMesh, Work, World
-from shardrt.comm.calls import CallList
+from shardrt.comm.core.calls import CallList
 from shardrt.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, SequenceParallel
-from shardrt.parallel.axis import parts
+from shardrt.parallel.boundaries.axis import parts
 
 WIDTH, HEADS = 12, 6
 

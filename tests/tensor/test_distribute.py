@@ -13,8 +13,8 @@ from placements import drawn, sample_placements
 from ranks import on_ranks
 from shardrt import DTensor, FlatShard, Partial, RaggedShard, Replicate, Shard, distribute_tensor
 from shardrt.comm import DeviceMesh, World
-from shardrt.parallel.axis import Part, axis_of
-from shardrt.parallel.relayout import as_dtensor
+from shardrt.parallel.boundaries.axis import Part, axis_of
+from shardrt.parallel.boundaries.relayout import as_dtensor
 from shardrt.tensor import Placement
 
 AS_IT_IS = (torch.bool, torch.int8, torch.bfloat16, torch.complex64, torch.float8_e4m3fn)

@@ -18,7 +18,7 @@ from placements import drawn, sample_placements
 from ranks import on_ranks
 from shardrt import DTensor, FlatShard, Partial, RaggedShard, Replicate, Shard, distribute_tensor
 from shardrt.comm import DeviceMesh, World
-from shardrt.tensor.dispatch import FOREACH_AND_FUSED
+from shardrt.tensor.operations.dispatch import FOREACH_AND_FUSED
 from subclasses import Narrow
 from toys import batch, loss_of
 

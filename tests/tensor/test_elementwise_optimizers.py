@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardrt
 from ranks import on_ranks
 from shardrt.comm import World
-from shardrt.tensor.elementwise_optimizers import _exchange_self, is_elementwise
+from shardrt.tensor.optimizers.elementwise_optimizers import _exchange_self, is_elementwise
 from toys import OddMLP, batch, loss_of, shard_blocks, without_scalars
 
 KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {

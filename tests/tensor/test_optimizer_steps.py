@@ -10,8 +10,8 @@ from torch import nn
 import shardrt
 from ranks import on_ranks
 from shardrt.comm import DeviceMesh, World
-from shardrt.tensor.dtensor import DTensor
-from shardrt.tensor.placement import FlatShard, Partial, Placement, RaggedShard, Replicate, Shard
+from shardrt.tensor.dtensor.dtensor import DTensor
+from shardrt.tensor.placement.placement import FlatShard, Partial, Placement, RaggedShard, Replicate, Shard
 from toys import OddMLP, batch, compare, loss_of, shard_blocks, without_scalars
 
 OPTIMIZERS = {

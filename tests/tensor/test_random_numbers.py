@@ -13,8 +13,8 @@ from placements import uneven
 from ranks import on_ranks
 from shardrt import DTensor, FlatShard, Partial, RaggedShard, Replicate, Shard, distribute_tensor
 from shardrt.comm import DeviceMesh, World
-from shardrt.tensor.placement import Placement
-from shardrt.tensor.random import BLOCK_NUMEL
+from shardrt.tensor.placement.placement import Placement
+from shardrt.tensor.placement.random import BLOCK_NUMEL
 
 SHAPE = (301, 499)  # two blocks and a part of a third
 

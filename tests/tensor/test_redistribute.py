@@ -13,8 +13,8 @@ from ranks import on_ranks
 from shardrt import DTensor, FlatShard, Partial, RaggedShard, Replicate, Shard, distribute_tensor, fully_shard
 from shardrt.checkpoint import StateDictOptions, get_optimizer_state_dict
 from shardrt.comm import DeviceMesh, MismatchError, ReduceOp, World
-from shardrt.tensor.placement import Placement, Spec, local_shape
-from shardrt.tensor.redistribute import changes_in_order
+from shardrt.tensor.placement.placement import Placement, Spec, local_shape
+from shardrt.tensor.placement.redistribute import changes_in_order
 
 REDUCED = {
     ReduceOp.SUM: lambda stacked: stacked.sum(0),

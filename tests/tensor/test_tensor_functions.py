@@ -13,8 +13,8 @@ from placements import drawn, uneven
 from ranks import on_ranks
 from shardrt import DTensor, FlatShard, RaggedShard, Replicate, Shard, distribute_tensor
 from shardrt.comm import World
-from shardrt.parallel.axis import Part, axis_of
-from shardrt.parallel.relayout import as_dtensor
+from shardrt.parallel.boundaries.axis import Part, axis_of
+from shardrt.parallel.boundaries.relayout import as_dtensor
 from shardrt.tensor import Placement
 
 Function = Callable[[torch.Tensor], torch.Tensor]

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 
 from ranks import FRESH, run_script
 from shardrt import torch_internals, torch_names
-from shardrt.tensor.dtensor import DTensor
+from shardrt.tensor.dtensor.dtensor import DTensor
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -276,9 +276,9 @@ def test_profiler_state() -> None:
 # By file, beside `torch_internals.py`: what everybody who subclasses tensors or modules uses, and `TensorGuards`. Names of
 # instances, such as `param._version`, cannot be told from other attributes; those that matter are in `OF_INSTANCES`.
 ALLOWED = {
-    "shardrt/tensor/dtensor.py": {"torch.Tensor._make_wrapper_subclass"},
-    "shardrt/tensor/views.py": {"torch.Tensor._make_wrapper_subclass"},
-    "comm/streams.py": {"torch._C._cuda_getCurrentRawStream"},
+    "shardrt/tensor/dtensor/dtensor.py": {"torch.Tensor._make_wrapper_subclass"},
+    "shardrt/tensor/operations/views.py": {"torch.Tensor._make_wrapper_subclass"},
+    "comm/core/streams.py": {"torch._C._cuda_getCurrentRawStream"},
     "kernels/cuda.py": {
         "torch._C._cuda_getCurrentRawStream",
         "torch._C._dynamo.guards.TensorGuards",

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from ..disk.errors import CheckpointError, shown
 from ..disk.files import METADATA, Reader
 from ..disk.remote_path import Location
 from ..disk.storage import latest, on_disk
-from ..errors import CheckpointError, shown
 from ..formats import safetensors
 from ..formats.dcp import metadata as dcp
 from ..formats.dcp.marks import own_id

@@ -8,8 +8,8 @@ import os
 import sys
 from typing import TextIO
 
-from ...comm.fingerprint import printable
-from ...progress import progress
+from ...comm.core.fingerprint import printable
+from ...instruments.progress import progress
 from ..disk.storage import located, on_disk
 from ..formats.dcp.metadata import read_stored
 from .checkpoints import open_checkpoint

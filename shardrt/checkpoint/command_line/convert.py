@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 import torch
 
 from ..disk import folders
+from ..disk.errors import CheckpointError
 from ..disk.files import METADATA, Writer, explained
 from ..disk.folders import Keep, sync_folder
-from ..errors import CheckpointError
 from ..formats.dcp.marks import new_save_id
 from ..formats.dcp.metadata_pickle import ending
+from ..formats.geometry import parts
 from ..formats.safetensors import DTYPE_NAMES, lay_out, split_into_files
-from ..geometry import parts
 from ..saving.plan import PlannedItem, plan_of_one
 from ..saving.safetensors import PreparedExport, Slice, create_files
 from ..saving.sources import Direct

@@ -8,10 +8,10 @@ from itertools import groupby
 
 import torch
 
-from ...comm.fingerprint import printable
+from ...comm.core.fingerprint import printable
+from ..disk.errors import CheckpointError
 from ..disk.files import Reader
 from ..disk.remote_path import Location
-from ..errors import CheckpointError
 from ..formats.stored import Stored
 from ..formats.torch_file.archive import Archive
 from ..formats.torch_file.stored_items import item_in

@@ -13,7 +13,7 @@ from types import TracebackType
 
 import torch
 
-from ..errors import CheckpointError, DamagedCheckpointError
+from .errors import CheckpointError, DamagedCheckpointError
 from .remote_path import Location
 
 Bytes = bytes | bytearray | memoryview

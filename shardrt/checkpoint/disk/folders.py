@@ -29,9 +29,9 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import CheckpointError
 from .drafts import Draft, remove_abandoned
 from .drafts import folder_of as folder_of
+from .errors import CheckpointError
 from .files import METADATA, Bytes, Reader, Writer, explained
 from .remote_path import Location
 from .removal import refuse_foreign, remove, remove_files, warned

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 
-from ..errors import CheckpointError
+from .errors import CheckpointError
 from .files import Bytes, Reader, Writer, explained, nobody
 from .remote_path import RemotePath, request
 

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 
-from ..errors import CheckpointError
+from .errors import CheckpointError
 from .files import METADATA, Bytes, explained
 from .folders import Keep, check_name, descending, outdated
 from .remote_files import RemoteReader, RemoteWriter

@@ -11,8 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ...comm.requests import requests
-from ..errors import CheckpointError
+from ...comm.monitor.requests import requests
+from .errors import CheckpointError
 
 _AT_ONCE = 32  # files of a request
 _ERRNOS = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, NotADirectoryError: errno.ENOTDIR}

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..errors import CheckpointError, shown
+from .errors import CheckpointError, shown
 from .files import explained
 from .remote_path import Location
 

@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, overload
 
-from ..errors import CheckpointError
 from . import folders, remote_folders
+from .errors import CheckpointError
 from .files import Bytes, Reader, Writer
 from .folders import Keep
 from .remote_path import Location, RemotePath, is_url, remote_path

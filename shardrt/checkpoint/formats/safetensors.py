@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..disk.errors import CheckpointError, DamagedCheckpointError, reason, shown
 from ..disk.files import Reader
-from ..errors import CheckpointError, DamagedCheckpointError, reason, shown
 from .stored import Columns, Format, ReadBytes, Stored, StoredItem, StoredTensor
 
 SINGLE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"

@@ -12,11 +12,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from ...tensor.placement import Box
+from ...tensor.placement.placement import Box
+from ..disk.errors import CheckpointError, DamagedCheckpointError, reason, shown
 from ..disk.files import METADATA, Reader, explained
 from ..disk.remote_path import Location
 from ..disk.storage import storage_of
-from ..errors import CheckpointError, DamagedCheckpointError, reason, shown
 
 T = TypeVar("T")
 ReadBytes = Callable[[int, int], bytes]  # (offset in a chunk, number of bytes) -> the bytes

@@ -6,8 +6,8 @@ import zlib
 from array import array
 from dataclasses import dataclass
 
+from ..disk.errors import DamagedCheckpointError
 from ..disk.files import Reader
-from ..errors import DamagedCheckpointError
 from ..formats.stored import StoredItem
 from ..formats.torch_file.items import BLOCK
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
+from ..formats.geometry import memory_of
 from ..formats.stored import Stored, StoredTensor
-from ..geometry import memory_of
 from ..state.several_names import Twins, same_bits
 from .reading import fetches, read_all
 

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ...comm import DeviceMesh
-from ...tensor.dtensor import DTensor
-from ..errors import CheckpointError, first_of, listed, shown
+from ...tensor.dtensor.dtensor import DTensor
+from ..disk.errors import CheckpointError, first_of, listed, shown
+from ..formats.geometry import memory_of
 from ..formats.stored import Stored
-from ..geometry import memory_of
 from ..state.dtypes import Rounded, narrows
 from ..state.names import Path as Keys
 from ..state.names import joined

@@ -17,18 +17,18 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from ...comm import Communicator
-from ...comm.bootstrap import world
+from ...comm.core.fingerprint import printable
 from ...comm.ending.report import log
-from ...comm.fingerprint import printable
-from ...progress import told_each_minute
-from ...tensor.dtensor import DTensor
-from ...tensor.inference_mode import outside_inference_mode
-from ...tensor.snapshots import wait_to_write
+from ...comm.startup.bootstrap import world
+from ...instruments.progress import told_each_minute
+from ...tensor.dtensor.dtensor import DTensor
+from ...tensor.dtensor.inference_mode import outside_inference_mode
+from ...tensor.placement.snapshots import wait_to_write
+from ..disk.errors import CheckpointError, agreed
 from ..disk.storage import located
-from ..errors import CheckpointError, agreed
 from ..formats.dcp.metadata import read_stored
+from ..formats.geometry import memory_of
 from ..formats.stored import without_checksums
-from ..geometry import memory_of
 from ..state.dtypes import sentence
 from ..state.entries import Folder, folder_and_state, members, modules_of, optimizers_of
 from ..state.fresh import is_fresh

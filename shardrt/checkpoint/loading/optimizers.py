@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ...tensor.dtensor import DTensor
-from ...tensor.inference_mode import overwrite
-from ...tensor.local_optimizers import steps_locally
-from ...tensor.optimizer_state import elementwise_keys
-from ..errors import CheckpointError
+from ...tensor.dtensor.dtensor import DTensor
+from ...tensor.dtensor.inference_mode import overwrite
+from ...tensor.optimizers.local_optimizers import steps_locally
+from ...tensor.optimizers.optimizer_state import elementwise_keys
+from ..disk.errors import CheckpointError
 from ..state.names import ParameterNames, Path, joined
 from ..state.optimizers import OF_RANK, common_hyperparameters, rank_suffix, skips, split_flat
 from ..state.trees import key_of, placed

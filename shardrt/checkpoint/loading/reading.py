@@ -25,13 +25,13 @@ from typing import NamedTuple
 import torch
 
 from ...comm import Communicator
-from ...tensor.inference_mode import overwrite
-from ...tensor.placement import Box
+from ...tensor.dtensor.inference_mode import overwrite
+from ...tensor.placement.placement import Box
+from ..disk.errors import DamagedCheckpointError, shown
 from ..disk.files import Reader, Told, bytes_of, nobody
-from ..errors import DamagedCheckpointError, shown
+from ..formats.geometry import Runs, TensorPart, intersect, narrowed, parts, runs, tile
 from ..formats.stored import Format, ReadBytes, Stored, StoredChunk, StoredItem, StoredTensor
 from ..formats.torch_file.items import ALIGNMENT, BLOCK
-from ..geometry import Runs, TensorPart, intersect, narrowed, parts, runs, tile
 from .checksums import Checksums, StoredItemBytes
 
 _CPU = torch.device("cpu")
@@ -161,7 +161,7 @@ class _FileReading:
         found = runs(fetch.box, fetch.chunk.box, item.strides)
         if len(found.starts) > 1 and item.crcs_start is not None:
             self._unverified.add(fetch.name)
-        stream = _Stream(source, found)
+        stream = _RunStream(source, found)
         if memory.device == _CPU and memory.dtype == item.dtype and _holds_runs(memory, found):
             whole, nbytes = _bytes_around(memory), found.numel * item.dtype.itemsize
             for place in _places(memory, found):
@@ -204,7 +204,7 @@ class _FileReading:
         return StoredItemBytes(self._reader, chunk.offset, item, where)
 
 
-class _Stream:
+class _RunStream:
     """The bytes of the runs of an item, one after the other. They are verified if there is a single run, with a checksum."""
 
     def __init__(self, source: StoredItemBytes, found: Runs) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from ..errors import CheckpointError
+from ..disk.errors import CheckpointError
 from ..formats.stored import Lazy, Stored
 from ..state.names import Path
 from ..state.stateful import OF_RANK

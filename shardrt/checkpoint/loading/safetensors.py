@@ -10,14 +10,14 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from ...comm import world
-from ...tensor.dtensor import DTensor
-from ...tensor.inference_mode import outside_inference_mode
-from ...tensor.snapshots import wait_to_write
+from ...tensor.dtensor.dtensor import DTensor
+from ...tensor.dtensor.inference_mode import outside_inference_mode
+from ...tensor.placement.snapshots import wait_to_write
+from ..disk.errors import CheckpointError, agreed
 from ..disk.storage import on_disk
-from ..errors import CheckpointError, agreed
+from ..formats.geometry import memory_of
 from ..formats.safetensors import read_stored
 from ..formats.stored import Stored
-from ..geometry import memory_of
 from ..state.dtypes import sentence
 from ..state.models import match, materialise, named_tensors, take_back
 from ..state.names import LoadedKeys

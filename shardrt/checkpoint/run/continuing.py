@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...comm import Coming, RankLost, Replacement, world
+from ...comm.core.members import NotRecovered
 from ...comm.ending.words import name_ranks
-from ...comm.members import NotRecovered
 from ...fsdp.base.events import Step, during
-from .copies import MemoryCopies
-from .membership import Membership, Survival
 from .resuming import Resuming
 from .saves import Saves
 from .stopping import Stopping
+from .survival.copies import MemoryCopies
+from .survival.membership import Membership, Survival
 from .training import Build, Training
 
 _log = logging.getLogger("shardrt")

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from ...comm import World, world
-from ...tensor.dtensor import DTensor
-from ...tensor.placement import Shard
+from ...tensor.dtensor.dtensor import DTensor
+from ...tensor.placement.placement import Shard
 from ..state.stateful import PerRank, SomeNames, mark_differing
 
 _PYTHON = struct.Struct("<625I?d")  # see `_packed`

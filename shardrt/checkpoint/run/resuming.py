@@ -8,16 +8,16 @@ from functools import partial
 from typing import Any
 
 from ...comm import world
+from ..disk.errors import CheckpointError, DamagedCheckpointError, agreed
 from ..disk.files import METADATA
 from ..disk.remote_path import Location
 from ..disk.storage import storage_of
-from ..errors import CheckpointError, DamagedCheckpointError, agreed
 from ..formats.dcp.metadata import read_stored
 from ..loading.load import load, load_copy
 from ..saving.save import end_previous
-from .copies import MemoryCopies
 from .random_state import RandomState
 from .saves import Saves
+from .survival.copies import MemoryCopies
 from .training import KEY, PREFIX, Training
 
 _log = logging.getLogger("shardrt")

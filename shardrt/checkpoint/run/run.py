@@ -27,10 +27,10 @@ from typing import Any, Literal, Self
 from ...comm import World
 from .continuing import Continuing
 from .loop import Loop
-from .membership import Survival
 from .resuming import Resuming
 from .saves import Saves
 from .stopping import Stopping
+from .survival.membership import Survival
 from .training import Training
 
 

@@ -7,8 +7,8 @@ import re
 import time
 
 from ...comm import world
+from ..disk.errors import CheckpointError
 from ..disk.remote_path import Location
-from ..errors import CheckpointError
 from ..saving.save import AsyncSave, async_save, save
 from .training import Training
 

@@ -7,10 +7,11 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ...comm import Communicator, World, members, world
+from ...comm import Communicator, World, world
+from ...comm.core import members
+from ..disk.errors import agreed
 from ..disk.remote_path import Location
 from ..disk.storage import located
-from ..errors import agreed
 from .random_state import RandomState
 
 KEY = "run"

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from ...tensor.placement import Sharded
-from ..errors import CheckpointError
+from ...tensor.placement.placement import Sharded
+from ..disk.errors import CheckpointError
 from ..state.names import joined
 from .chunks import Boxes, boxes_of
 from .descriptions import Described, Description, Grid
@@ -167,7 +167,7 @@ def _own(agreed: Agreed, having: Mapping[str, list[tuple[int, Described]]]) -> I
             yield Assigned(entry, (Holders(entry, torch.tensor([[rank]])),))
 
 
-class _Copies(NamedTuple):
+class _NameCopies(NamedTuple):
     """The copies of a name.   key: equal for names whose copies are the same ranks.   of: the ranks of copy `i`."""
 
     key: object
@@ -191,7 +191,7 @@ def _tied(found: list[tuple[int, Described]], earlier: Set[str]) -> str | None:
     return names.pop() if len(names) == 1 and names <= earlier else None
 
 
-def _copies(agreed: Agreed, found: list[tuple[int, Described]]) -> _Copies:
+def _copies(agreed: Agreed, found: list[tuple[int, Described]]) -> _NameCopies:
     groups = dict[Grid, list[tuple[int, Described]]]()
     for kind, entry in found:
         if entry.grid is not None:
@@ -203,10 +203,10 @@ def _copies(agreed: Agreed, found: list[tuple[int, Described]]) -> _Copies:
         ranks = torch.tensor([agreed.first_of(kinds[0])])
     else:
         ranks = torch.cat([agreed.ranks_of(kind) for kind in kinds]).sort().values
-    return _Copies(kinds, len(ranks), lambda copy: (Holders(entry, ranks[copy : copy + 1, None]),))
+    return _NameCopies(kinds, len(ranks), lambda copy: (Holders(entry, ranks[copy : copy + 1, None]),))
 
 
-def _copies_on_grids(agreed: Agreed, groups: dict[Grid, list[tuple[int, Described]]]) -> _Copies:
+def _copies_on_grids(agreed: Agreed, groups: dict[Grid, list[tuple[int, Described]]]) -> _NameCopies:
     """Each grid has a copy for each set of coordinates on the axes that do not shard."""
     grids = sorted(groups, key=lambda grid: grid.ranks)
     axes, choices = dict[Grid, tuple[int, ...]](), list[tuple[Grid, tuple[int, ...]]]()
@@ -222,7 +222,7 @@ def _copies_on_grids(agreed: Agreed, groups: dict[Grid, list[tuple[int, Describe
         held = [Holders(entry, own) for (_, entry), own in zip(groups[grid], places, strict=True)]
         return tuple(each for each in held if len(each.places))
 
-    return _Copies((tuple(grids), tuple(axes.values())), len(choices), ranks_of)
+    return _NameCopies((tuple(grids), tuple(axes.values())), len(choices), ranks_of)
 
 
 def _check_members(agreed: Agreed, grid: Grid, found: list[tuple[int, Described]]) -> None:

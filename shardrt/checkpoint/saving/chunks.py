@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...tensor.placement import FlatShard, Placement, RaggedShard, Sharded
+from ...tensor.placement.placement import FlatShard, Placement, RaggedShard, Sharded
 
 
 class Boxes(NamedTuple):
@@ -24,7 +24,7 @@ class Boxes(NamedTuple):
     sizes: torch.Tensor
 
 
-class _Runs(NamedTuple):
+class _ElementRuns(NamedTuple):
     """Runs of elements, one for each row."""
 
     owner: torch.Tensor  # (n,)
@@ -94,14 +94,14 @@ def _boxes_of_runs(
     dims = sizes.shape[1]
     order = [dim, *(axis for axis in range(dims) if axis != dim)] if dims else []
     places = [order.index(axis) for axis in range(dims)]
-    found = _boxes_in(_Runs(torch.arange(len(sizes)), torch.zeros_like(start), start, stop, sizes[:, order]))
+    found = _boxes_in(_ElementRuns(torch.arange(len(sizes)), torch.zeros_like(start), start, stop, sizes[:, order]))
     by_place = found.at.argsort(stable=True)
     rows = by_place[found.owner[by_place].argsort(stable=True)]
     run = found.owner[rows]
     return Boxes(owner[run], offsets[run] + found.offsets[rows][:, places], found.sizes[rows][:, places])
 
 
-def _boxes_in(runs: _Runs) -> _OrderedBoxes:
+def _boxes_in(runs: _ElementRuns) -> _OrderedBoxes:
     """Runs of a contiguous array as boxes: a part of a row, whole rows, a part of a row."""
     if not runs.sizes.shape[1]:
         return _OrderedBoxes(runs.owner, runs.base + runs.start, runs.sizes, runs.sizes)
@@ -117,7 +117,7 @@ def _boxes_in(runs: _Runs) -> _OrderedBoxes:
     return _OrderedBoxes(*(torch.cat(columns) for columns in zip(*found, strict=True)))
 
 
-def _whole_rows(runs: _Runs, row_numel: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> _OrderedBoxes:
+def _whole_rows(runs: _ElementRuns, row_numel: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> _OrderedBoxes:
     rows = (first < last).nonzero().view(-1)
     offsets, sizes = torch.zeros_like(runs.sizes[rows]), runs.sizes[rows]
     offsets[:, 0] = first[rows]
@@ -125,12 +125,12 @@ def _whole_rows(runs: _Runs, row_numel: torch.Tensor, first: torch.Tensor, last:
     return _OrderedBoxes(runs.owner[rows], (runs.base + first * row_numel)[rows], offsets, sizes)
 
 
-def _inside_of_rows(runs: _Runs, row_numel: torch.Tensor, row: torch.Tensor, rows: torch.Tensor) -> _OrderedBoxes:
+def _inside_of_rows(runs: _ElementRuns, row_numel: torch.Tensor, row: torch.Tensor, rows: torch.Tensor) -> _OrderedBoxes:
     """The boxes in one row: those of the part of each run that is in row `row`."""
     begin = (row * row_numel)[rows]
-    chosen = _Runs(*(column[rows] for column in runs))
+    chosen = _ElementRuns(*(column[rows] for column in runs))
     start, stop = (chosen.start - begin).clamp(min=0), torch.minimum(chosen.stop - begin, row_numel[rows])
-    inner = _boxes_in(_Runs(torch.arange(len(rows)), chosen.base + begin, start, stop, chosen.sizes[:, 1:]))
+    inner = _boxes_in(_ElementRuns(torch.arange(len(rows)), chosen.base + begin, start, stop, chosen.sizes[:, 1:]))
     outer = row[rows][inner.owner, None]
     ones = torch.ones_like(outer)
     return _OrderedBoxes(

@@ -12,11 +12,11 @@ from itertools import chain
 import torch
 
 from ...comm import Communicator
-from ...tensor.digest import digest
-from ...tensor.dtensor import DTensor
-from ...tensor.placement import Box
-from ..errors import CheckpointError, agreed
-from ..geometry import parts, runs
+from ...tensor.dtensor.dtensor import DTensor
+from ...tensor.placement.digest import digest
+from ...tensor.placement.placement import Box
+from ..disk.errors import CheckpointError, agreed
+from ..formats.geometry import parts, runs
 from .descriptions import Description, Grid
 
 _MODULUS = 1 << 64

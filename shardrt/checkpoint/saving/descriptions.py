@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 
 from ...comm import DeviceMesh
-from ...tensor.digest import digest
-from ...tensor.dtensor import DTensor
-from ...tensor.placement import FlatShard, Partial, Placement, RaggedShard
-from ..errors import CheckpointError
+from ...tensor.dtensor.dtensor import DTensor
+from ...tensor.placement.digest import digest
+from ...tensor.placement.placement import FlatShard, Partial, Placement, RaggedShard
+from ..disk.errors import CheckpointError
 from ..formats.torch_file.pickles import MOST_DIMS
 from ..state.entries import Entry
 from ..state.stateful import OF_RANK

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ...comm import Communicator
-from ..errors import CheckpointError, agreed
+from ..disk.errors import CheckpointError, agreed
 from ..state.objects import decode
 
 _NAMED = 3  # names, and values of each, in an error

@@ -29,12 +29,12 @@ from typing import BinaryIO, NamedTuple
 import torch
 
 from ...comm import Communicator
-from ..errors import agreed
+from ..disk.errors import agreed
 from ..formats.dcp.marks import MARK_NBYTES
 from ..formats.dcp.metadata_pickle import MetadataWriter
+from ..formats.geometry import TensorPart, parts
 from ..formats.stored import Columns
 from ..formats.torch_file.items import ALIGNMENT, Number, item_length
-from ..geometry import TensorPart, parts
 from ..state.entries import Entry, with_all_names
 from .assignment import Agreed, Assigned, assign, order_names
 from .chunks import Boxes
@@ -264,7 +264,7 @@ class _SizeClass(NamedTuple):
     taken: torch.Tensor
 
 
-class _Layout(NamedTuple):
+class _ChunkLayout(NamedTuple):
     """The chunks of a tensor.   lengths: (n,), the bytes of their items.   classes: the large and the small ones."""
 
     chunks: Boxes
@@ -272,7 +272,7 @@ class _Layout(NamedTuple):
     classes: tuple[_SizeClass, ...]
 
     @classmethod
-    def of(cls, each: Assigned) -> _Layout:
+    def of(cls, each: Assigned) -> _ChunkLayout:
         """The layout of a tensor. Raises CheckpointError as `Assigned.chunks` does."""
         entry, chunks = each.entry, each.chunks()
         assert entry.dtype is not None, "objects have no chunks"
@@ -290,7 +290,7 @@ class _Files:
     """Where the next items go in every rank's file: in the places that `_placed` gives them on that rank."""
 
     def __init__(self, ranks: int, assigned: Iterable[Assigned]) -> None:
-        self._layouts, self._kept = dict[object, _Layout](), 0
+        self._layouts, self._kept = dict[object, _ChunkLayout](), 0
         large, small = torch.zeros(ranks, dtype=torch.int64), torch.zeros(ranks, dtype=torch.int64)
         for each in assigned:
             if each.entry.dtype is not None and each.entry.tied is None:
@@ -316,9 +316,9 @@ class _Files:
         self._objects[each.first] += _aligned(each.entry.nbytes)
         return start, each.entry.nbytes
 
-    def _layout(self, each: Assigned) -> _Layout:
+    def _layout(self, each: Assigned) -> _ChunkLayout:
         # Cost: a layout takes a third of a millisecond, and most tensors of a model have the layout of another one.
-        found = self._layouts.get(each.key) or _Layout.of(each)
+        found = self._layouts.get(each.key) or _ChunkLayout.of(each)
         if each.key not in self._layouts and self._kept < _KEPT:
             self._layouts[each.key] = found
             self._kept += len(found.lengths)

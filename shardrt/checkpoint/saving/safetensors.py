@@ -23,12 +23,13 @@ from torch import nn
 
 from ...comm import world
 from ..disk.drafts import Draft, folder_of, locked_if_ended, this_machine
+from ..disk.errors import CheckpointError, agreed
 from ..disk.files import Writer, explained
 from ..disk.folders import OCCUPIED, exchange, sync_folder
 from ..disk.removal import warned
 from ..disk.storage import on_disk
-from ..errors import CheckpointError, agreed
 from ..formats.dcp.marks import new_save_id
+from ..formats.geometry import TensorPart, byte_runs, memory_of, parts, pieces
 from ..formats.safetensors import (
     DTYPE_NAMES,
     INDEX_NAME,
@@ -40,7 +41,6 @@ from ..formats.safetensors import (
     split_into_files,
 )
 from ..formats.sizes import parse_size
-from ..geometry import TensorPart, byte_runs, memory_of, parts, pieces
 from ..state.entries import Entry
 from ..state.models import named_tensors
 from .assignment import assign

@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any, TypeVar, overload
 
-from ...comm.bootstrap import at_finalize, world
-from ...comm.communicator import Communicator
-from ...comm.streams import Stream, ThreadedStream, current_stream, new_stream, observe
-from ...tensor.inference_mode import outside_inference_mode
-from ...tensor.snapshots import Snapshot
+from ...comm.core.streams import Stream, ThreadedStream, current_stream, new_stream, observe
+from ...comm.groups.communicator import Communicator
+from ...comm.startup.bootstrap import at_finalize, world
+from ...tensor.dtensor.inference_mode import outside_inference_mode
+from ...tensor.placement.snapshots import Snapshot
+from ..disk.errors import CheckpointError, agreed
 from ..disk.folders import Keep
-from ..errors import CheckpointError, agreed
 from ..state.entries import Folder, folder_and_state
 from .sources import Copies, Direct
 from .writing import Prepared, prepare

@@ -21,11 +21,11 @@ from typing import NamedTuple
 
 import torch
 
-from ...comm.streams import Stream, current_stream
-from ...tensor import snapshots
-from ...tensor.dtensor import DTensor
-from ...tensor.group_registry import owned
-from ...tensor.snapshots import Snapshot, address
+from ...comm.core.streams import Stream, current_stream
+from ...tensor.dtensor.dtensor import DTensor
+from ...tensor.dtensor.group_registry import owned
+from ...tensor.placement import snapshots
+from ...tensor.placement.snapshots import Snapshot, address
 from ..disk.files import Bytes, Writer, bytes_of
 
 _PINNED = 32 << 20  # bytes of a pinned buffer that pieces pass through

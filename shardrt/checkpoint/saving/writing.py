@@ -21,13 +21,13 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from ...comm.bootstrap import World
+from ...comm.startup.bootstrap import World
 from ..disk.drafts import this_machine
+from ..disk.errors import CheckpointError, agreed
 from ..disk.files import Bytes, Writer
 from ..disk.folders import Keep
 from ..disk.remote_path import Location
 from ..disk.storage import Storage, located, storage_of
-from ..errors import CheckpointError, agreed
 from ..formats.dcp.marks import MARK_NBYTES, SaveMark, new_save_id
 from ..formats.dcp.metadata_pickle import ending
 from ..formats.torch_file.items import BlockCrcs, item_footer, item_header, without_gaps

@@ -27,10 +27,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...comm import Communicator, world
-from ...tensor.dtensor import DTensor
-from ..errors import CheckpointError, agreed
+from ...tensor.dtensor.dtensor import DTensor
+from ..disk.errors import CheckpointError, agreed
+from ..formats.geometry import memory_of
 from ..formats.stored import checked_keys, checked_name
-from ..geometry import memory_of
 from .names import ParameterNames, Path, clean_state, joined
 from .objects import encode
 from .optimizers import OF_RANK, NamesOfRank, Whole, optimizer_state

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ...comm import Communicator
 from ...fsdp.schedule.moves import buffers_on_meta
-from ..errors import CheckpointError, first_of, listed
+from ..disk.errors import CheckpointError, first_of, listed
 from .dtypes import Rounded, narrows
 from .names import LoadedKeys, clean_state, cleaner
 

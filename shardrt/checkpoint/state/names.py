@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..errors import CheckpointError
+from ..disk.errors import CheckpointError
 
 Path = tuple[str | int, ...]  # keys of dicts and indices of lists, from the state inwards
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError, DamagedCheckpointError
+from ..disk.errors import CheckpointError, DamagedCheckpointError
 from ..formats.torch_file.archive import Archive
 from ..formats.torch_file.expansion import check_archive
 from ..formats.torch_file.pickles import refusal

@@ -1,6 +1,7 @@
 """Optimizer state by the names of parameters: its sharded form, what a full form needs, and the forms of dicts that have it.
 
-`shardrt/tensor/optimizer_state.py`, which steps need too, says what of it has one number for each element of a parameter.
+`shardrt/tensor/optimizers/optimizer_state.py`, which steps need too, says what of it has one number for each element of
+a parameter.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...comm import Communicator, world
-from ...tensor.dtensor import DTensor
-from ...tensor.local_optimizers import steps_locally
-from ...tensor.optimizer_state import shard_optimizer_state
+from ...tensor.dtensor.dtensor import DTensor
+from ...tensor.optimizers.local_optimizers import steps_locally
+from ...tensor.optimizers.optimizer_state import shard_optimizer_state
 from .names import ParameterNames, Path
 from .stateful import key_of_rank
 from .trees import mapped, placed

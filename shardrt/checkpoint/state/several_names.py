@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from ...comm import Communicator
-from ...comm.fingerprint import printable
-from ...tensor.dtensor import DTensor
-from ..errors import CheckpointError
+from ...comm.core.fingerprint import printable
+from ...tensor.dtensor.dtensor import DTensor
+from ..disk.errors import CheckpointError
 
 _log = logging.getLogger("shardrt")
 

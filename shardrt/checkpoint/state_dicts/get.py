@@ -15,11 +15,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...comm import world
-from ...comm.calls import about
-from ...tensor.dtensor import DTensor
-from ...tensor.inference_mode import outside_inference_mode
-from ..errors import CheckpointError
-from ..geometry import inner_tensors
+from ...comm.core.calls import about
+from ...tensor.dtensor.dtensor import DTensor
+from ...tensor.dtensor.inference_mode import outside_inference_mode
+from ..disk.errors import CheckpointError
+from ..formats.geometry import inner_tensors
 from ..state.fresh import fresh_state, is_fresh, mark_fresh
 from ..state.names import ParameterNames, clean_state, cleaner
 from ..state.optimizers import Whole, flat_form, numbered, state_by_name

@@ -15,14 +15,14 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from ...comm import World, world
-from ...tensor.dtensor import DTensor
-from ...tensor.inference_mode import outside_inference_mode, overwrite
-from ...tensor.local_optimizers import steps_locally
-from ...tensor.operands import shard_by
-from ...tensor.optimizer_state import elementwise_keys
-from ...tensor.placement import Spec
-from ...tensor.snapshots import wait_to_write
-from ..errors import agreed
+from ...tensor.dtensor.dtensor import DTensor
+from ...tensor.dtensor.inference_mode import outside_inference_mode, overwrite
+from ...tensor.dtensor.operands import shard_by
+from ...tensor.optimizers.local_optimizers import steps_locally
+from ...tensor.optimizers.optimizer_state import elementwise_keys
+from ...tensor.placement.placement import Spec
+from ...tensor.placement.snapshots import wait_to_write
+from ..disk.errors import agreed
 from ..state.dtypes import sentence
 from ..state.models import match, materialise, named_tensors, take_back
 from ..state.names import LoadedKeys, ParameterNames, cleaner

@@ -12,8 +12,8 @@ from torch.nn.parameter import is_lazy
 
 from ...batch_norm import check_converted
 from ...comm import DeviceMesh
-from ...tensor.group_registry import group_of
-from ...tensor.replicated import renew_marks
+from ...tensor.dtensor.group_registry import group_of
+from ...tensor.dtensor.replicated import renew_marks
 from ..gather.extension import check_methods
 from ..params.param import Slot
 from .module import FSDPModule

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from ... import comm
-from ...comm import DeviceMesh, malloc
-from ...tensor.dtensor import DTensor
-from ...tensor.group_registry import group_of, set_group
-from ...tensor.inference_mode import outside_inference_mode
-from ...tensor.placement import Shard
-from ...tensor.replicated import marks_of, replicas_mesh
+from ...comm import DeviceMesh
+from ...comm.startup import malloc
+from ...tensor.dtensor.dtensor import DTensor
+from ...tensor.dtensor.group_registry import group_of, set_group
+from ...tensor.dtensor.inference_mode import outside_inference_mode
+from ...tensor.dtensor.replicated import marks_of, replicas_mesh
+from ...tensor.placement.placement import Shard
 from ..base.policy import (
     UNQUANTISED,
     CPUOffloadPolicy,
@@ -137,7 +138,7 @@ class _NewGroup(NamedTuple):
     params: list[ShardedParam]
 
 
-class _Planned(NamedTuple):
+class _PlannedCall(NamedTuple):
     """What a call has found, and the ranks agree on. The first part is that of the given mesh, and may be empty."""
 
     parts: list[_NewGroup]
@@ -152,7 +153,7 @@ def _plan(
     reshard_after_forward: bool | int | None,
     ignored: set[nn.Parameter],
     given: tuple[PlacementFunction | None, DeviceMesh, FSDPExtensions],
-) -> _Planned:
+) -> _PlannedCall:
     """Find the parameters, and what becomes of them. Collective: raises on every rank alike, before anything is changed."""
     found, resolved, quantised = Found({}, [], set()), dict[nn.Parameter, Placed](), set[nn.Parameter]()
     error: Exception | None = None
@@ -178,7 +179,7 @@ def _plan(
             if params or (index == 0 and group_mesh is mesh):
                 made = [_sharded_param(param, found.owners[param], resolved[param]) for param in params]
                 parts.append(_NewGroup(kind, group_mesh, quantization, made))
-    return _Planned(parts, found.buffers, frozenset(found.ignored))
+    return _PlannedCall(parts, found.buffers, frozenset(found.ignored))
 
 
 def _divide(

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 import torch
 
-from ...tensor.dtensor import DTensor
-from ...tensor.group_registry import group_of
+from ...tensor.dtensor.dtensor import DTensor
+from ...tensor.dtensor.group_registry import group_of
 from ...torch_internals import surround_functions
 from ..params.by_hand import GatheredAlias, note_by_hand
 from ..params.param import GatheredParameter, ShardedParam

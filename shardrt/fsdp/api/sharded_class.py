@@ -15,8 +15,8 @@ from weakref import ref
 
 from torch import nn
 
-from ...tensor.dtensor import DTensor
-from ...tensor.inference_mode import outside_inference_mode
+from ...tensor.dtensor.dtensor import DTensor
+from ...tensor.dtensor.inference_mode import outside_inference_mode
 from ...torch_internals import hide_package_from_compiler
 from ..base.autograd import GroupPhase
 from ..params.param import ShardedParam

@@ -20,8 +20,8 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from ...tensor.dtensor import DTensor
-from ...tensor.group_registry import Group
+from ...tensor.dtensor.dtensor import DTensor
+from ...tensor.dtensor.group_registry import Group
 from ...torch_internals import as_plain_tensors, current_transform, outside_modes, requires_grad, unwrap_transform
 from .trees import StandIns
 

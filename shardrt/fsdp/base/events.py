@@ -20,7 +20,7 @@ import torch
 from torch.autograd import profiler
 
 from ...comm import Stream
-from ...comm.bootstrap import note
+from ...comm.startup.bootstrap import note
 from ...torch_internals import profiler_state
 
 

@@ -16,7 +16,7 @@ import torch
 
 from ...comm import Communicator, DeviceMesh, Event, Op, Stream, Work
 from ...kernels.reference import BLOCK
-from ...tensor.placement import Shard
+from ...tensor.placement.placement import Shard
 from .two_levels import neighbours
 
 

@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 from ...comm import DeviceMesh, Event, Stream, Work, current_stream, world
-from ...tensor.dtensor import DTensor
-from ...tensor.placement import RaggedShard
-from ...tensor.rank_counts import RankCounts
+from ...tensor.dtensor.dtensor import DTensor
+from ...tensor.placement.placement import RaggedShard
+from ...tensor.placement.rank_counts import RankCounts
 from ...torch_internals import preserve_version, tree_leaves
 from ..base.events import BufferKind, HasName, Step, during
 from ..base.policy import MixedPrecisionPolicy, StepSettings

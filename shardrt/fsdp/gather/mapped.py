@@ -35,9 +35,9 @@ import torch
 
 from ... import comm
 from ...comm import DeviceMesh, Stream, Work
-from ...comm.backend import NodeMemory
-from ...comm.streams import PAST
-from ...tensor import snapshots
+from ...comm.core.backend import NodeMemory
+from ...comm.core.streams import PAST
+from ...tensor.placement import snapshots
 from ...torch_internals import in_backward, no_swap_memory, swap_memory
 from ..base.events import BufferKind, HasName
 from ..base.policy import Policies, StepSettings

@@ -22,7 +22,7 @@ _REGION = 1 << 28  # bytes of address space; untouched pages take no memory
 _PAGE = mmap.PAGESIZE
 
 
-class _Block(weakref.ref[memoryview]):
+class _UsedBlock(weakref.ref[memoryview]):
     """A block in use: a weak reference to its memory. The block is free when nothing refers to that memory any more."""
 
     __slots__ = ("region", "start", "stop")
@@ -36,7 +36,7 @@ class _Region:
 
     memory: mmap.mmap
     free: list[tuple[int, int]]  # start, stop; in bytes
-    blocks: dict[int, _Block]  # in use, by start
+    blocks: dict[int, _UsedBlock]  # in use, by start
 
     def __init__(self, nbytes: int) -> None:
         self.memory = _map(nbytes)
@@ -76,7 +76,7 @@ class HostPool:
     """
 
     _regions: list[_Region]
-    _freed: deque[_Block]  # free blocks that are not given back to their regions yet
+    _freed: deque[_UsedBlock]  # free blocks that are not given back to their regions yet
     _lock: threading.Lock  # of the regions
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class HostPool:
             region, start = self._find(size)
             memory = memoryview(region.memory)[start : start + nbytes]
             # Hazard: the callback runs in any thread, perhaps inside of this block: it must not wait for the lock.
-            block = region.blocks[start] = _Block(memory, self._freed.append)
+            block = region.blocks[start] = _UsedBlock(memory, self._freed.append)
             block.region, block.start, block.stop = region, start, start + size
         return memory
 

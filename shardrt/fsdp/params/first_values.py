@@ -8,7 +8,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import nn
 
-from ...tensor.dtensor import DTensor
+from ...tensor.dtensor.dtensor import DTensor
 
 _COUNT = 8  # of weights that are drawn, no two ranks have one alike
 

@@ -35,7 +35,7 @@ from torch.nn.functional import linear
 from torch.utils.weak import TensorWeakRef
 
 from ...comm import Stream
-from ...comm.version import release
+from ...comm.program.version import release
 from ...torch_internals import (
     Wanted,
     as_plain_tensors,

@@ -39,7 +39,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ...tensor.rank_counts import RankCounts
+from ...tensor.placement.rank_counts import RankCounts
 
 ALIGNMENT = 16  # bytes, one vector load. Invariant: a multiple of every item size
 ITEM_SIZES = (1, 2, 4, 8, 16)

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from ...comm import DeviceMesh, malloc, world
+from ...comm import DeviceMesh, world
+from ...comm.startup import malloc
 from ...kernels import round_trip
-from ...tensor.dtensor import DTensor
-from ...tensor.placement import FlatShard, Partial, RaggedShard, Replicate, ResolvedShard, Spec
-from ...tensor.replaced import name_of_gathered, note_gathered, note_replaced
-from ...tensor.snapshots import wait_to_write
+from ...tensor.dtensor.dtensor import DTensor
+from ...tensor.dtensor.replaced import name_of_gathered, note_gathered, note_replaced
+from ...tensor.placement.placement import FlatShard, Partial, RaggedShard, Replicate, ResolvedShard, Spec
+from ...tensor.placement.snapshots import wait_to_write
 from ...torch_internals import as_plain_tensors, in_backward, requires_grad, same_storage
 from ..memory.buffers import FlatBuffer
 from .by_hand import HandUse, run_by_hand

@@ -36,7 +36,7 @@ def plan(specs: Sequence[ParamSpec], world_size: int, alignment: int = ALIGNMENT
 
 
 @functools.lru_cache(maxsize=_KEPT)
-def _best(specs: tuple[ParamSpec, ...], world_size: int, alignment: int) -> _Placed:
+def _best(specs: tuple[ParamSpec, ...], world_size: int, alignment: int) -> _PlacedItems:
     """What `plan` finds. specs: without names, so that equal blocks of a model are planned once."""
     items = [_Item.of(index, spec, alignment) for index, spec in enumerate(specs)]
     payload = sum(item.nbytes for item in items)
@@ -74,14 +74,14 @@ class _Item:
 
 
 @dataclass(frozen=True, slots=True)
-class _Placed:
+class _PlacedItems:
     segment: int
     offsets: list[int]
     flat: set[int]
     flat_nbytes: int
 
 
-def _fit(items: Sequence[_Item], world_size: int, smallest: int, largest: int, alignment: int) -> _Placed:
+def _fit(items: Sequence[_Item], world_size: int, smallest: int, largest: int, alignment: int) -> _PlacedItems:
     """The best placing in segments up to `largest`, or the smallest that rows_only items need."""
     best = _Search(items, world_size, smallest, largest, alignment).run()
     while best is None:  # ends: a segment that holds everything cuts nothing
@@ -108,7 +108,7 @@ def _row_start(item: _Item, cursor: int, segment: int) -> int | None:
     return cursor + room + segment - head if item.nbytes - head <= segment else None
 
 
-def _place(items: Sequence[_Item], segment: int, slack: int, most_flat: int | None) -> _Placed | None:
+def _place(items: Sequence[_Item], segment: int, slack: int, most_flat: int | None) -> _PlacedItems | None:
     """Place `items` in their order, each on rows if the slack left pays for the gap before it.
 
     A gap is offered to later items. None if a rows_only item finds no place, or if more than
@@ -137,7 +137,7 @@ def _place(items: Sequence[_Item], segment: int, slack: int, most_flat: int | No
             del gaps[:-MOST_GAPS]
         offsets[item.index] = start
         cursor = start + item.padded
-    return _Placed(segment, offsets, flat, flat_nbytes)
+    return _PlacedItems(segment, offsets, flat, flat_nbytes)
 
 
 def _take_gap(gaps: list[tuple[int, int]], item: _Item, segment: int) -> int | None:
@@ -203,9 +203,9 @@ class _Search:
         self.orders = _orders(items)
         self.world_size, self.padded = world_size, sum(item.padded for item in items)
         self.smallest, self.largest, self.alignment = smallest, largest, alignment
-        self.best: _Placed | None = None
+        self.best: _PlacedItems | None = None
 
-    def run(self) -> _Placed | None:
+    def run(self) -> _PlacedItems | None:
         strides = _strides(self.orders[0], self.smallest, self.largest, self.alignment)
         for stride in strides:
             self._climb(stride)

@@ -25,9 +25,9 @@ from dataclasses import dataclass
 import torch
 
 from ...comm import DeviceMesh
-from ...tensor.dtensor import DTensor
-from ...tensor.placement import Box, FlatShard, Partial, Placement, Replicate, Shard, Sharded, Spec, local_shape
-from ...tensor.replicated import grad_placements_of, replicas_mesh
+from ...tensor.dtensor.dtensor import DTensor
+from ...tensor.dtensor.replicated import grad_placements_of, replicas_mesh
+from ...tensor.placement.placement import Box, FlatShard, Partial, Placement, Replicate, Shard, Sharded, Spec, local_shape
 
 TERMS = "terms"  # the role of the communicators that add up terms of gradients
 

@@ -91,7 +91,7 @@ class _Coded(NamedTuple):
         return [self.codes.view(-1)[numel:], self.scales.view(-1)[-(-numel // BLOCK) :]]
 
 
-class _Memory:
+class _CodedBuffer:
     """The buffer of one coded reduction: codes and scales to send and received, and further tensors.
 
     It is allocated and released on the stream of the reduction, for as long as that runs. Hazard: where the stream is a thread,
@@ -121,7 +121,7 @@ class _Memory:
         self.sent, self.received, self.others = _Coded(*made[:2]), _Coded(*made[2:4]), made[4:]
 
 
-class _Batch(NamedTuple):
+class _NodeRows(NamedTuple):
     """The rows of some nodes: one call reduces them, and one encodes them."""
 
     packed: torch.Tensor  # (k, nodes, s) segments of the packed gradients, by place among the neighbours
@@ -135,8 +135,8 @@ class CodedReduceScatter:
     """Sums packed gradients over the shard ranks; each keeps its segment. See the top of the file."""
 
     _levels: TwoLevels
-    _memory: _Memory
-    _batches: list[_Batch]
+    _memory: _CodedBuffer
+    _batches: list[_NodeRows]
 
     def __init__(
         self,
@@ -153,18 +153,18 @@ class CodedReduceScatter:
         nodes, ranks = levels.across.size, 1 if levels.within is None else levels.within.size
         most = nodes if levels.within is None else -(-nodes // MOST_BATCHES)
         copied = most * ranks * segment_numel if most > 1 and ranks > 1 else 0
-        self._memory = _Memory(nodes, segment_numel, codes, [(dtype, copied)], buffers)
+        self._memory = _CodedBuffer(nodes, segment_numel, codes, [(dtype, copied)], buffers)
         rows = packed.view(dtype, 0, (nodes, ranks, segment_numel))
         self._batches = [self._batch(rows, first, min(most, nodes - first)) for first in range(0, nodes, most)]
         self._memory.buffer.seal()
 
-    def _batch(self, rows: torch.Tensor, first: int, nodes: int) -> _Batch:
+    def _batch(self, rows: torch.Tensor, first: int, nodes: int) -> _NodeRows:
         packed = rows[first : first + nodes].transpose(0, 1)
         copy = None if packed.is_contiguous() else self._memory.others[0][: packed.numel()].view(packed.shape)
         contiguous = packed if copy is None else copy
         place = 0 if self._levels.within is None else self._levels.within.rank
         coded = _Coded(*(all_rows[first : first + nodes].view(-1) for all_rows in self._memory.sent))
-        return _Batch(packed, copy, contiguous.view(-1), contiguous[place].view(-1), coded)
+        return _NodeRows(packed, copy, contiguous.view(-1), contiguous[place].view(-1), coded)
 
     def run(self, out: torch.Tensor, stream: Stream) -> None:
         """Write the sum of this rank's segment to `out`, (segment_numel,), of the dtype of the packed gradients.
@@ -196,7 +196,7 @@ class CodedAllReduce:
     """Sums this rank's segment over the replicas. See the top of the file."""
 
     _levels: TwoLevels
-    _memory: _Memory
+    _memory: _CodedBuffer
     _part: torch.Tensor | None  # the part of the segment that the neighbours reduce for this rank; None: all of it, in place
     _sent: _Coded  # the codes of the part, as one row
     _unused: list[torch.Tensor]  # what is sent beyond the part: the last rows may be longer than the rest of it
@@ -217,7 +217,7 @@ class CodedAllReduce:
         numel = segment_numel if within is None else segment_numel // within.size
         row = -(-numel // (across.size * BLOCK)) * BLOCK
         others = [(torch.float32, row), *([(dtype, numel)] if within is not None else [])]
-        self._memory = _Memory(across.size, row, codes, others, buffers)
+        self._memory = _CodedBuffer(across.size, row, codes, others, buffers)
         self._total, *parts = self._memory.others
         self._part = parts[0] if parts else None
         sent, received = self._memory.sent, self._memory.received
@@ -257,7 +257,7 @@ class CodedAllReduce:
         self._memory.buffer.release()
 
 
-def _exchange(across: Communicator, memory: _Memory, stream: Stream) -> None:
+def _exchange(across: Communicator, memory: _CodedBuffer, stream: Stream) -> None:
     """Send row p of the codes and scales to rank p, and receive as many from it."""
     with across.group():
         for received, sent in zip(memory.received, memory.sent, strict=True):

@@ -16,9 +16,9 @@ from torch import nn
 
 from ...comm import Stream
 from ...kernels import add_into, pack_into
-from ...tensor.dtensor import DTensor
-from ...tensor.placement import ResolvedShard
-from ...tensor.replaced import hooked, user_hooks
+from ...tensor.dtensor.dtensor import DTensor
+from ...tensor.dtensor.replaced import hooked, user_hooks
+from ...tensor.placement.placement import ResolvedShard
 from ...torch_internals import post_accumulate_grad_hooks
 from ..base import events
 from ..base.events import BufferKind, HasName

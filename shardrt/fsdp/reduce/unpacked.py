@@ -14,7 +14,7 @@ import torch
 
 from ...comm import Communicator, Stream
 from ...kernels import add_into
-from ...tensor.replaced import user_hooks
+from ...tensor.dtensor.replaced import user_hooks
 from ..base import events
 from ..params.param import ShardedParam
 from .packed import HeldGrads, PackedGrads

@@ -31,7 +31,7 @@ from ..base import events
 from ..base.autograd import BackwardProgress, ForwardCall, GroupPhase
 from ..base.events import Step, during
 from ..base.trees import StandIns, tensors_in
-from .gather_state import GatherState
+from ..gather.gather_state import GatherState
 from .param_group import ParamGroup
 from .registered import check_registered
 from .runtime import Runtime

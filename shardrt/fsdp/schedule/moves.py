@@ -22,8 +22,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from ...tensor.dtensor import DTensor
-from ...tensor.inference_mode import outside_inference_mode
+from ...tensor.dtensor.dtensor import DTensor
+from ...tensor.dtensor.inference_mode import outside_inference_mode
 from ..base.autograd import GroupPhase
 from ..memory.host_memory import POOL
 from ..params.param import ShardedParam

@@ -29,15 +29,16 @@ import torch
 from torch import nn
 
 from ...comm import Communicator, DeviceMesh, MismatchError, Stream, Work
-from ...comm.calls import Subject, about
-from ...tensor.dtensor import DTensor, flag_writes
-from ...tensor.group_registry import set_group
+from ...comm.core.calls import Subject, about
+from ...tensor.dtensor.dtensor import DTensor, flag_writes
+from ...tensor.dtensor.group_registry import set_group
 from ...torch_internals import as_plain_tensors, in_backward, outside_transforms, requires_grad
 from ..base.autograd import BackwardProgress, GroupPhase, ModuleCalls
 from ..base.events import Step, during
 from ..base.policy import MixedPrecisionPolicy, Policies, QuantizationPolicy, RootSettings, StepSettings
 from ..gather.coded import QuantizedGather
 from ..gather.gather import AllGather, FlatGather, Gather, subgroup
+from ..gather.gather_state import GatherState, Verb
 from ..gather.mapped import DONE, MappedGather
 from ..memory.buffers import BufferMaker
 from ..memory.context import Context, Streams
@@ -50,7 +51,6 @@ from ..reduce.coded import CodedReduction, QuantizedReduction
 from ..reduce.packed import PackedGrads
 from ..reduce.reduce import CustomReduction, GradientReduction
 from ..reduce.unpacked import UnpackedReduction
-from .gather_state import GatherState, Verb
 
 _ADVICE = (
     "where ranks leave out modules or parameters on purpose, let the others have zeros for their gradients: see "

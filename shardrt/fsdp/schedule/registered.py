@@ -26,8 +26,8 @@ from torch.nn.modules import module as torch_module
 from ...batch_norm import check_converted
 from ...comm import DeviceMesh
 from ...comm.ending.words import name_ranks
-from ...tensor.dtensor import DTensor
-from ...tensor.group_registry import group_of
+from ...tensor.dtensor.dtensor import DTensor
+from ...tensor.dtensor.group_registry import group_of
 from ..base.policy import UNQUANTISED
 from ..gather.extension import ExtensionGather, check_methods, local_of, methods_of
 from ..params.param import Owner, ShardedParam, same_memory

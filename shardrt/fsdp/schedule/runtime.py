@@ -13,8 +13,8 @@ from torch import nn
 
 from ... import comm
 from ...batch_norm import name_batch_norms
-from ...comm import malloc
-from ...comm.progress import progress
+from ...comm.monitor.progress import progress
+from ...comm.startup import malloc
 from ...torch_internals import outside_transforms, queue_backward_callback
 from ..base import events
 from ..base.autograd import BackwardProgress, GroupPhase, TensorWatcher
@@ -26,10 +26,11 @@ from ..params.param import times_written
 from ..reduce.grad_layout import reduce_layout
 from ..reduce.packed import HeldGrads, PackedGrads
 from ..reduce.reduce import GradientReduction
-from . import registered, same_buffers, same_weights, symmetric_windows
+from . import registered, symmetric_windows
 from .param_group import ParamGroup, free_stale
 from .prefetch import PrefetchQueue
-from .same_batches import FirstBatch
+from .same import same_buffers, same_weights
+from .same.same_batches import FirstBatch
 from .turns import Turns
 
 _ONLY_FORWARD = 4  # forwards without a backward after which none is expected

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...tensor.dtensor import DTensor
+from ...tensor.dtensor.dtensor import DTensor
 from ...torch_internals import state_dict_helper
 from ..params.param import ShardedParam, same_memory
 from .param_group import ParamGroup

@@ -23,7 +23,7 @@ from typing import Protocol
 
 import torch
 
-from ...tensor.dtensor import DTensor
+from ...tensor.dtensor.dtensor import DTensor
 from ..base.autograd import BackwardProgress, GroupPhase
 from .param_group import ParamGroup
 

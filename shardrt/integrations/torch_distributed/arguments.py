@@ -9,8 +9,8 @@ import torch
 from torch.distributed import ReduceOp as TorchOp
 
 from ...comm import PreMulSum, ReduceOp
-from ...comm.calls import INTEGERS, Op
-from ...comm.checks import plain
+from ...comm.core.calls import INTEGERS, Op
+from ...comm.groups.checks import plain
 from .reductions import Bitwise
 
 Tensors = list[torch.Tensor]

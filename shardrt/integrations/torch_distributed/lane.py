@@ -10,7 +10,7 @@ import torch
 
 from ...comm import Communicator, Event, Stream, current_stream, new_stream
 from ...comm.backends.tagged import MessageRequest, TaggedMessages
-from ...comm.streams import is_capturing
+from ...comm.core.streams import is_capturing
 from .staging import Staging
 from .work import LaunchedCollective, ProcessGroupWork
 

@@ -8,7 +8,7 @@ from functools import partial, reduce
 import torch
 
 from ...comm import Communicator, Stream
-from ...comm.calls import Op
+from ...comm.core.calls import Op
 from .staging import Staging
 
 Bitwise = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

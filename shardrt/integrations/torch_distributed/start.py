@@ -12,7 +12,7 @@ from torch.distributed import Store, TCPStore
 
 from ... import comm
 from ...comm import DeviceMesh, World
-from ...comm.bootstrap import at_finalize
+from ...comm.startup.bootstrap import at_finalize
 from . import comm_hooks
 from .group import ProcessGroupShardrt
 from .named import BACKEND

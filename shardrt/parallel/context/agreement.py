@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ...comm import DeviceMesh
-from ...comm.fingerprint import fingerprint_of
+from ...comm.core.fingerprint import fingerprint_of
 from .transport import Ring, ring_of
 
 T = TypeVar("T")

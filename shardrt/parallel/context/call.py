@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...tensor.dtensor import DTensor
+from ...tensor.dtensor.dtensor import DTensor
 from .cut import Documents, SequenceCut
 from .transport import Ring
 

@@ -14,12 +14,12 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
 from ...torch_internals import left_mode, visible_to_compiler
-from ..axis import owned
-from ..relayout import AS_ARRIVES
+from ..boundaries.axis import owned
+from ..boundaries.relayout import AS_ARRIVES
 from .agreement import agreed
 from .call import AttentionCall
 from .cut import SequenceCut
-from .kernels import wide
+from .methods.kernels import wide
 from .mode import current_context
 from .transport import BlockLayout, Ring
 

@@ -24,13 +24,13 @@ from torch.overrides import TorchFunctionMode
 from ...comm import DeviceMesh
 from ...torch_internals import hide_package_from_compiler, torch_attention, without_torch_functions
 from .agreement import agreed, ring_for
-from .attention import Attention
 from .call import AttentionCall
 from .cut import Documents, SequenceCut
 from .local_calls import LocalCalls
+from .methods.attention import Attention
+from .methods.ulysses import HeadwiseAttention
 from .sequences import check_list, length_of, taken
 from .transport import Gathering, Ring, Rotation, Transport
-from .ulysses import HeadwiseAttention
 
 Method = Literal["ring", "all_gather", "ulysses"]
 _TRANSPORTS: dict[str, type[Transport]] = {"ring": Rotation, "all_gather": Gathering}

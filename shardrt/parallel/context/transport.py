@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from ...comm import Communicator, DeviceMesh, ReduceOp, Stream, current_stream, world
-from ..axis import Pending
+from ..boundaries.axis import Pending
 
 Pack = Callable[[], torch.Tensor]  # makes this rank's block
 Step = Callable[[int, torch.Tensor], torch.Tensor]  # from a rank and its block, to this rank's term of the block's gradient

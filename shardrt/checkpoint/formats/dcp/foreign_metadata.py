@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from ...disk.errors import CheckpointError, DamagedCheckpointError, shown
 from ...disk.remote_path import Location
-from ...errors import CheckpointError, DamagedCheckpointError, shown
 from ..stored import (
     Columns,
     Lazy,

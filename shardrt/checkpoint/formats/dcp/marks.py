@@ -14,8 +14,8 @@ import struct
 import zlib
 from typing import NamedTuple
 
+from ...disk.errors import DamagedCheckpointError, shown
 from ...disk.files import Reader
-from ...errors import DamagedCheckpointError, shown
 from .metadata_pickle import SAVED_BY
 
 MARK_NBYTES = 64

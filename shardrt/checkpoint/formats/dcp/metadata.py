@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from ...disk.errors import CheckpointError, DamagedCheckpointError, shown
 from ...disk.files import METADATA
 from ...disk.remote_path import Location
 from ...disk.storage import latest, located, storage_of
-from ...errors import CheckpointError, DamagedCheckpointError, shown
 from ..stored import (
     Columns,
     Lazy,

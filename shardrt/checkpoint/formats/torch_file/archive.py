@@ -6,7 +6,7 @@ import struct
 import zlib
 from typing import NamedTuple
 
-from ...errors import CheckpointError, DamagedCheckpointError, shown
+from ...disk.errors import CheckpointError, DamagedCheckpointError, shown
 from ..stored import ReadBytes
 from .items import CENTRAL, END, END64, IN_EXTRA, LOCAL, LOCATOR
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ...errors import CheckpointError
+from ...disk.errors import CheckpointError
 from .archive import Archive
 from .items import LEGACY_STORAGES
 from .pickles import GLOBAL_DTYPES, Global, Ignored, StandIn, check_keys, restricted_load

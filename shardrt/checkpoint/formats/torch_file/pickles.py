@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ...errors import DamagedCheckpointError, reason, shown
+from ...disk.errors import DamagedCheckpointError, reason, shown
 
 # Not by getattr, which would import modules of torch that are not loaded yet.
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ....fsdp.params.param import outermost_stride
-from ...errors import shown
+from ...disk.errors import shown
 from ..stored import ReadBytes, StoredItem
 from .archive import Archive
 from .items import BLOCK, BLOCK_CRCS, LEGACY_STORAGES, LOCAL, item_header, item_length

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 
-from ...errors import DamagedCheckpointError
+from ...disk.errors import DamagedCheckpointError
 
 _MARK = b"shardrt-crc32:"
 _DIGITS = 8  # hexadecimal, so that they are never taken for a signature of the archive

@@ -1,0 +1,1 @@
+"""What ranks have alike, and is compared: batches, buffers, weights."""

@@ -1,0 +1,1 @@
+"""What a user reads while training: metrics, and the progress bar."""

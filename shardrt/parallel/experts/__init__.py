@@ -1,0 +1,1 @@
+"""Experts on several ranks: the style, the modules, and the even load."""

@@ -1,0 +1,1 @@
+"""What is asked: options, the search over settings, and the report."""

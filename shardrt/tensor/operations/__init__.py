@@ -1,0 +1,1 @@
+"""Operations on DTensors: dispatch finds the rule, the other files have them."""
