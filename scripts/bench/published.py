@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -182,8 +183,8 @@ def factory_of(name: str) -> Callable[..., Any]:
     """The factory of a model."""
     if name in MPT:
         return lambda job: MPTModel(*MPT[name], job.sequence)
-    PRESETS.update(LLAMA2)
-    return preset_factory(name)
+    with patch.dict(PRESETS, LLAMA2):
+        return preset_factory(name)
 
 
 # ---------------------------------------------------------------------- the table
