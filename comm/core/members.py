@@ -253,7 +253,7 @@ def revoke(comm: MPI.Comm) -> None:
         comm.Revoke()
 
 
-# Written by `bootstrap.py`, `recovery.py` and `replacement.py`.
+# Written by `startup/`.
 current: Members | None = None  # of the world; None where a lost rank ends the job
 has_lost = False  # whether this process has been in a world that lost ranks
 is_newcomer = False  # whether it has taken the place of a lost rank, and has done no step of a run yet: it ends alone

@@ -42,7 +42,7 @@ class ProgramPhase(IntEnum):
 
 
 class Alarm(IntEnum):
-    """What a rank's watchdog has found. `monitor/states.py` says who raises it when, and what then follows."""
+    """What a rank's watchdog has found. `monitor/watchdog/states.py` says who raises it when, and what then follows."""
 
     NONE = 0
     RAISED = 1  # an operation is overdue

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from time import sleep
 from typing import NamedTuple
+from weakref import ref
 
 from ..core.calls import Failure, Interrupted, RemoteError, SharedError, causes
 from ..core.members import raise_lost
@@ -37,8 +38,14 @@ class Agreement:
     """The blocks of `agree()` of one communicator, which owns it. It goes through the parts: those that have only its ranks."""
 
     def __init__(self, comm: ControlPlane) -> None:
-        self._comm = comm
+        self._owner = ref(comm)  # a communicator and its memory go with the last reference, not with a collection
         self._depth = 0  # how many blocks this rank is in
+
+    @property
+    def _comm(self) -> ControlPlane:
+        comm = self._owner()
+        assert comm is not None, "it has made the call"
+        return comm
 
     @contextmanager
     def block(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The rank's side of its guard (`guard/`): finds or starts it, and tells it how far the rank is."""
+"""The rank's side of its guard (`ending/guard/`): finds or starts it, and tells it how far the rank is."""
 
 from __future__ import annotations
 

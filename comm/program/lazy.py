@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 
@@ -17,25 +18,28 @@ def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """
     own = vars(sys.modules[package])
 
-    def load() -> None:
+    def load(module: str) -> ModuleType:
         try:
-            exports = import_module(f"{package}.exports")
+            return import_module(f"{package}.{module}")
         except AttributeError as error:  # which would look as if the package had no such name
-            raise ImportError(f"the import of {package} failed: {error}") from error
+            raise ImportError(f"the import of {package}.{module} failed: {error}") from error
+
+    def share() -> None:
+        exports = load("exports")
         own.update({name: getattr(exports, name) for name in exports.__all__}, __all__=exports.__all__)
 
     def get(name: str) -> Any:
         if name == "__all__" or not name.startswith("_"):
             # Hazard: `from . import module` asks for it, in modules that `exports` needs.
-            if find_spec(f"{package}.{name}") is not None:
-                return import_module(f"{package}.{name}")
-            load()
+            if (spec := find_spec(f"{package}.{name}")) is not None and spec.origin:  # no leftover folder
+                return load(name)
+            share()
             if name in own:
                 return own[name]
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def names() -> list[str]:
-        load()
+        share()
         return sorted(own)
 
     return get, names

@@ -11,7 +11,7 @@ from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from ..ending.guard.node import Node, RankPlace, is_first_rank
+from ..ending.guard.node import Node, RankPlace, is_first_rank, launcher_variables
 from .version import __version__
 
 _FIRST_S = 2.0  # that ranks leave to the first one
@@ -33,21 +33,27 @@ class RankParser(Parser):
     """The parser of a program that runs on ranks: the first one prints help, version and errors for all of them."""
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        if not (is_told_by_first_rank() if file is sys.stderr else not is_first_rank(os.environ)):
+        if not (is_told_by_others() if file is sys.stderr else is_after_first()):
             super()._print_message(message, file)
 
 
-def is_told_by_first_rank() -> bool:
-    """Whether rank 0 prints the error that this rank has found: it has ended some seconds later, as with the same error.
+def is_after_first() -> bool:
+    """Whether a launcher has started this process as another rank than the first."""
+    return launcher_variables(os.environ) is not None and not is_first_rank(os.environ)
+
+
+def is_told_by_others() -> bool:
+    """Whether the first rank of this node prints the error that this one has found: some seconds later all below it have ended.
 
     Hazard: launchers end all ranks with one that fails. One that does not wait here may end the one that is to print.
     """
-    if is_first_rank(os.environ):
+    if not is_after_first():
         return False
     time.sleep(_FIRST_S)
     with suppress(LookupError, ValueError):  # no launcher shows the ranks of the node
-        return 0 not in Node(os.getppid(), RankPlace(os.environ)).look()[0]
-    return True
+        place = RankPlace(os.environ)
+        return not place.is_first and min(Node(os.getppid(), place).look()[0], default=place.rank) >= place.rank
+    return False
 
 
 def at_least(least: int, units: Mapping[str, int] = MappingProxyType({})) -> Callable[[str], int]:

@@ -33,6 +33,7 @@ from .dumps import DumpFolder
 _FRAMES = 8
 _OWN_FRAMES = 4  # between the caller and `called`, at least
 _COMM = os.path.dirname(os.path.dirname(__file__))
+_CALLING = {os.path.join(_COMM, room) for room in ("core", "groups", "recorder", "startup")}  # whose frames a dump leaves out
 
 
 # The fields of an entry. Cost: a plain list costs a third of what a class does. Times are in seconds since the epoch, 0.0 until
@@ -160,11 +161,11 @@ def is_past(work: Work) -> bool:
 
 
 def _as_dict(entry: Entry) -> dict[str, Any]:
-    """An entry as it is dumped: the stack as "FILE:LINE in FUNCTION", innermost first, without the frames of this folder."""
+    """An entry as it is dumped: the stack as "FILE:LINE in FUNCTION", innermost first, without the frames of communicators."""
     call = dict(zip(_FIELDS, entry, strict=False))
     stack = entry[len(_FIELDS) :]
     frames = zip(stack[::2], stack[1::2], strict=True)
-    stack = [_line(*frame) for frame in frames if os.path.dirname(frame[0].co_filename) != _COMM]
+    stack = [_line(*frame) for frame in frames if os.path.dirname(frame[0].co_filename) not in _CALLING]
     return call | {"stack": stack, "stream": call["stream"].name}
 
 

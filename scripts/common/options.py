@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
 
 import common.checkout  # noqa: F401  # before shardrt
-from shardrt.comm.program.options import RankParser, is_told_by_first_rank
+from shardrt.comm.program.options import RankParser, is_told_by_others
 
 if TYPE_CHECKING:
     from shardrt import World
@@ -31,7 +31,7 @@ class Parser(RankParser):
 
 def exit_with_usage_error(message: str) -> NoReturn:
     """Exit with a message and code 2, before `shardrt.init()`: every rank must find the error itself. See `agreed`."""
-    if not is_told_by_first_rank():
+    if not is_told_by_others():
         _write_error(message)
     sys.exit(2)
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 _SEGMENTS = ("mpich_shm_*", "sm_segment.*")  # their names in MPICH, and in Open MPI
 _TOPOLOGY = "ompi.*/hwloc.sm"  # a file of Open MPI's mpirun
-_COPIES = "shardrt-copies-*/held"  # a file of the folder with the copies of a run (checkpoint/run/copies.py)
+_COPIES = "shardrt-copies-*/held"  # a file of the folder with the copies of a run (checkpoint/run/survival/copies.py)
 _LAUNCHERS = "shardrt-launcher-*"  # folders of supervisor.py; version 0.2.0 locked none of its "shardrt-launch-*"
 _LOCAL = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"}  # file systems
 

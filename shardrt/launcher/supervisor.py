@@ -52,7 +52,7 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-if not __package__:  # run by path: packages with nothing in them stand in for shardrt and shardrt.comm, which import torch
+if not __package__:  # run by path: packages with nothing in them stand in for those around it
     __package__ = "shardrt_alone.launcher"
     _above = Path(__file__).parent
     for _package, _folder in (("shardrt_alone", _above.parent), ("shardrt_alone.comm", _above.with_name("comm"))):

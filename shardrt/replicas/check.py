@@ -57,7 +57,7 @@ def check_replicas(
     which nothing can be compared with. Parameters that `fully_shard` was told to ignore are left out.
     Returns: how much was compared.
     The error names each item in full, with what it is on which ranks, those first that differ from most.
-    Cost: copies are read once, see `tensor/digest.py`; an exchange of some hundred bytes, and a host sync.
+    Cost: copies are read once, see `tensor/placement/digest.py`; an exchange of some hundred bytes, and a host sync.
     Raises TypeError for what is no module or optimizer and for other values, and ValueError for a mesh that lacks ranks of a
     tensor, also on every rank: as a RuntimeError on the others.
     """

@@ -223,6 +223,9 @@ def test_sequence_parallel(world: World) -> None:
             torch.testing.assert_close(local.grad, part(x.grad, 1, world))
             compare(whole, layer)
             x.grad = None
+    wider = parallelize_module(nn.Sequential(nn.Linear(6, 4).double()), world.mesh, SequenceParallel(use_local_output=False))
+    out = wider(DTensor.from_local(local_of(x, S1, world), world.mesh, [S1], x.shape))
+    assert (out.shape, out.full_tensor().shape) == ((2, 5, 4), (2, 5, 4))
     dropout = parallelize_module(nn.Dropout(0.5), world.mesh, SequenceParallel(use_local_output=True))
     assert isinstance(dropout, nn.Dropout)
     assert dropout(local_of(x, S1, world)).shape == local_of(x, S1, world).shape

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardrt
 from ranks import on_ranks
 from shardrt.comm import World
-from shardrt.tensor.optimizers.elementwise_optimizers import _exchange_self, is_elementwise
+from shardrt.tensor.optimizers.elementwise_optimizers import _exchanging, is_elementwise
+from shardrt.torch_internals import exchange_step
 from toys import OddMLP, batch, loss_of, shard_blocks, without_scalars
 
 KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -208,7 +209,7 @@ def test_a_class_that_torch_has_hooked_already() -> None:
     optimizer = Hooked([nn.Parameter(torch.ones(3))], {})
     optimizer.register_step_pre_hook(lambda *args: _seen.append("before"))
     held, hooked = optimizer.step, Hooked.step
-    _exchange_self(Hooked)
+    exchange_step(Hooked, _exchanging)
     assert Hooked.step is hooked
     Hooked([nn.Parameter(torch.ones(3))], {})
     optimizer.step()
@@ -232,7 +233,7 @@ def test_a_step_that_others_have_put_into_the_class_is_left_alone() -> None:
             return super().step(closure)
 
     raw = vars(Mine)["step"]
-    _exchange_self(Mine)
+    exchange_step(Mine, _exchanging)
     assert vars(Mine)["step"] is raw
     Mine([nn.Parameter(torch.ones(3))], lr=0.1)
     hooked = Mine.step
@@ -242,7 +243,7 @@ def test_a_step_that_others_have_put_into_the_class_is_left_alone() -> None:
         return hooked(self, *args)
 
     Mine.step = around
-    _exchange_self(Mine)
+    exchange_step(Mine, _exchanging)
     assert Mine.step is around
     assert [cell.cell_contents for cell in hooked.__closure__ or () if isinstance(cell.cell_contents, FunctionType)] == [raw]
 

@@ -116,6 +116,10 @@ def test_dtypes(world: World) -> None:
         for target in (Shard(1), Replicate(), FlatShard(1, uneven(15, world.size)), Shard(0)):
             tensor = tensor.redistribute([target])
             assert torch.equal(tensor.full_tensor().view(torch.uint8), whole.contiguous().view(torch.uint8)), target
+    conjugate = torch.full((2 * world.size, 3), 1 + 2j).conj()  # its memory has other values, or there is none
+    for values in (conjugate, conjugate.imag, torch._efficientzerotensor(2 * world.size, 3)):
+        for placement, total in ((Partial(), world.size * values), (Shard(0), torch.cat([values] * world.size))):
+            assert torch.equal(DTensor.from_local(values, world.mesh, [placement]).full_tensor(), total)
     strided = torch.arange(15.0).view(3, 5).t()
     for placement in (Partial(), Replicate()):
         tensor = DTensor.from_local(strided, world.mesh, [placement])

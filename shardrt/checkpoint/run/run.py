@@ -11,7 +11,7 @@ after each step    1. the ranks agree whether one of them was told to stop: then
 at the end         the last step is saved, unless it is already, and the ranks wait for it; so also after a `break`
 on an exception    nothing is saved; the save that is under way completes, or leaves the older checkpoint
 on a lost rank     with `survive`: the others make the state anew on the world that is left, and load the newest copy in
-                   memory (`copies.py`), or checkpoint
+                   memory (`survival/copies.py`), or checkpoint
 
 The folder has the checkpoints `step-00000100`, ..., by the number of steps done. Beside the user's state a checkpoint has the
 entry `run`: the number of steps, and the random numbers of all ranks. Checkpoints of other names are ignored.
@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from ...comm import World
+from ..disk.remote_path import Location
 from .continuing import Continuing
 from .loop import Loop
 from .resuming import Resuming
@@ -82,6 +83,11 @@ class Run:
     @state.setter
     def state(self, state: dict[str, Any]) -> None:
         self._training.state = state
+
+    @property
+    def folder(self) -> Location:
+        """Where the checkpoints of this run are."""
+        return self._training.folder
 
     @property
     def done(self) -> int:

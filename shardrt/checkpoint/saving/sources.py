@@ -1,6 +1,7 @@
 """Where the bytes of a save come from: the tensors' own memory, pieces that pass through pinned buffers, or copies.
 
-An asynchronous save copies tensors beside the work that runs next if everything that writes them waits (`tensor/snapshots.py`):
+An asynchronous save copies tensors beside the work that runs next if everything that writes them waits (`snapshots.py` in
+tensor/placement):
 
 | tensors                                                                          | copied on                |
 |----------------------------------------------------------------------------------|--------------------------|

@@ -2,8 +2,8 @@
 
 Two are told without having subscribed. A profiler shows the host's time in ranges, with FSDP2's names and the full names of the
 groups' modules (`_RANGES`); they are NVTX ranges under `torch.autograd.profiler.emit_nvtx`. The flight recorder has notes
-(`_NOTES`). Collectives are told by the communicators (`comm.calls.Hook`), which know nothing of groups: those that are called
-within a GATHER, LAUNCH, REDUCE or PUBLISH are for its groups.
+(`_NOTES`). Collectives are told by the communicators (`comm.core.calls.Hook`), which know nothing of groups: those that are
+called within a GATHER, LAUNCH, REDUCE or PUBLISH are for its groups.
 
 Cost: 0.2 us for each step that nobody observes, 0.6 us for a note.
 """

@@ -17,8 +17,8 @@ without meeting, as they may use what they have gathered.
 Where parameters are gathered in another dtype, the memory of the node has a copy in that dtype. `launch` casts this rank's
 shards to their place in it, at each forward and if they were written since, and the ranks meet afterwards.
 Invariant: a rank writes its shards only while no other reads them. All have said that they read before one of them begins to.
-Whoever writes asks (`tensor/snapshots.py`), and at the end of a backward the ranks wait for each other's, so that an optimizer
-may write by whatever means.
+Whoever writes asks (`tensor/placement/snapshots.py`), and at the end of a backward the ranks wait for each other's, so that
+an optimizer may write by whatever means.
 
 Where one writes to gathered parameters, it is on pages of its own (copy on write), which the gather of a later forward gives
 up; on a single rank these are the shards.

@@ -11,8 +11,8 @@
 
 Legend: N ranks; S bytes in a segment of the layout; k neighbouring ranks. Compute is the stream that is current: the user may
 call each module on another.
-Invariant: between these steps, what is gathered exists exactly while `state.gathered` (`gather_state.py`). Only a gather that
-failed may leave memory allocated otherwise, or settings that keep it; the next gather uses that memory.
+Invariant: between these steps, what is gathered exists exactly while `state.gathered` (`gather/gather_state.py`). Only a gather
+that failed may leave memory allocated otherwise, or settings that keep it; the next gather uses that memory.
 `hooks.py` calls these steps around a module's forward and backward; `runtime.py` calls the reduction for several groups at a
 time, and its last steps on the group's `GradientReduction`. How parameters are gathered is in `gather/`, how gradients are
 reduced in `reduce/`.

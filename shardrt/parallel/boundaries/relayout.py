@@ -55,9 +55,9 @@ def relayout(axis: Axis, part: Part, target: Placement, *, summed: bool = False)
     Raises NotImplementedError for a placement that is not in the table.
     """
     local, source, _ = part
+    source, target = nonnegative(source, local.dim()), nonnegative(target, local.dim())
     if axis.size == 1:
         return Part(local, target)
-    source, target = nonnegative(source, local.dim()), nonnegative(target, local.dim())
     if source == target and not summed:
         return part
     if not (_is_known(source) and _is_known(target)):

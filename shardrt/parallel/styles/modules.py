@@ -166,7 +166,11 @@ class SequenceParallelModule(InFront):
         tp.begin(self)  # type: ignore[arg-type]  # no boundary may have come before, of an input that the caller has cut
         out = run_exposed(self, super().forward, args, kwargs, terms=True)  # type: ignore[misc]
         tp.enter_region(self)  # type: ignore[arg-type]
-        return tp.seen(Part(out, tp.target) if given is None else Part(out, tp.target, given.shape))
+        shape = None
+        if given is not None and given.shape is not None:  # of the input: sequences are as long
+            dim = cast(Shard, nonnegative(tp.target, out.dim())).dim
+            shape = torch.Size((*out.shape[:dim], given.shape[dim], *out.shape[dim + 1 :]))
+        return tp.seen(Part(out, tp.target, shape))
 
 
 class OwnForwardModule(InFront):

@@ -43,7 +43,7 @@ def distribute_tensor(
     src_data_rank: the coordinate, on every axis of the mesh, of the rank whose values are taken. None: each rank cuts its own
         tensor, which must hold the same bits on every rank, and does; no values are sent.
     Cost: a comparison of 63 bits; from a source, a scatter or a broadcast along each axis; with None, a digest of the whole
-    tensor (`tensor/digest.py`). A copy of the local shard, on the mesh's device; on the source, one of the whole tensor.
+    tensor (`placement/digest.py`). A copy of the local shard, on the mesh's device; on the source, one of the whole tensor.
     Without communication: on the meta device, which gives a meta tensor, and on a mesh of one rank. A subclass that keeps its
     values in its own way is always cut by each rank, as with None.
     Raises, on every rank alike: ValueError for placements that do not fit the mesh or the shape, tensors or arguments that

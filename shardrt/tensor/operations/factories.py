@@ -61,7 +61,7 @@ def full(size: int | Sequence[int], fill_value: bool | float | complex, **option
 def rand(*size: int | Sequence[int], **options: Unpack[Options]) -> DTensor:
     """Uniform random numbers in [0, 1): the same on any number of ranks, by any placements. See `zeros`.
 
-    Collective: rank 0's default generator gives the seed. Cost: a broadcast of 8 bytes, and see `tensor/random.py`.
+    Collective: rank 0's default generator gives the seed. Cost: a broadcast of 8 bytes, and see `tensor/placement/random.py`.
     """
     return _drawn("rand", _shape(size), options, torch.Tensor.uniform_)
 

@@ -66,8 +66,8 @@ def redistribute(local: torch.Tensor, source: Spec, target: Sequence[Placement])
 
 
 def plain(values: torch.Tensor) -> torch.Tensor:
-    """The values as a plain tensor, for communication: a subclass may keep its data elsewhere, autograd's zeros have none."""
-    if type(values) is torch.Tensor and not values._is_zerotensor():
+    """The values as a plain tensor, for communication: a subclass may keep its data elsewhere."""
+    if type(values) is torch.Tensor:
         return values
     return torch.empty(values.shape, dtype=values.dtype, device=values.device).copy_(values)
 
@@ -131,6 +131,8 @@ class Change(NamedTuple):
         """Collective. run: makes the call of a change that is one, in the place of `and_wait`, and its result is returned."""
         if self.old == self.new:
             return local
+        if local._is_zerotensor() or local.is_conj() or local.is_neg():  # its memory has other values, or there is none
+            local = local.new_empty(local.shape).copy_(local)
         return _by(*map(type, self[2:]))(self, local, run or and_wait)
 
 
