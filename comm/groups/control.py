@@ -290,7 +290,7 @@ class ControlPlane:
             self._cut_short(error, calls)
             raise
 
-    def meet_at_end(self) -> None:
+    def leave(self) -> None:
         """Wait for every rank to reach the end of its program. Collective, but never compared.
 
         If a rank ends while others wait for it in a collective, the watchdog reports it: it knows where that rank ended.

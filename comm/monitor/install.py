@@ -96,7 +96,7 @@ class Monitor:
         """Wait until all ranks have reached their end. Collective over `comm`, which has all ranks."""
         if self._watchdog is not None:
             self._watchdog.leave()
-            comm.meet_at_end()
+            comm.leave()
             self._watchdog.stay()
 
     def patience(self, seconds: float) -> AbstractContextManager[None]:

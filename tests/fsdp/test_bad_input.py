@@ -358,7 +358,7 @@ def test_every_method_of_a_closed_communicator(world: World) -> None:
 
         refused(r" on Communicator\('closed', rank \d of 2, cpu\): the communicator is closed", call, RuntimeError)
         tried.add(name)
-    assert {"all_gather", "barrier", "group", "exchange", "compare", "pool", "agree", "meet_at_end", "split"} <= tried
+    assert {"all_gather", "barrier", "group", "exchange", "compare", "pool", "agree", "leave", "split"} <= tried
     assert pool is None
     refused("the communicator is closed", decorated, RuntimeError)
     open_group = world.comm.split(0, world.rank, "closed")
