@@ -52,7 +52,7 @@ class Continuing:
     def open(self) -> None:
         """Go on from the newest checkpoint. Collective."""
         if self._copies_every is not None:
-            self._copies = self._resuming.copies = MemoryCopies()
+            self._copies = MemoryCopies()
             if not self._copies.outlives_nodes and world().rank == 0:
                 _log.warning("the copies of the run are on one node, and do not outlive it (Survival.copies_every)")
         self._begin()
@@ -136,4 +136,4 @@ class Continuing:
     def _begin(self) -> None:
         if self.membership is not None:
             self.membership.meet(self._training.comm)
-        self._resuming.resume()
+        self._resuming.resume(self._copies)

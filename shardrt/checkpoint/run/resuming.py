@@ -30,14 +30,16 @@ class Resuming:
         if on_damage not in ("older", "raise"):
             raise ValueError(f"Run(on_damage={on_damage!r}): expected 'older' or 'raise'")
         self._training, self._saves, self._on_damage = training, saves, on_damage
-        self.copies: MemoryCopies | None = None  # those of the run, if it makes any
 
-    def resume(self) -> None:
-        """Load the newest that is whole, if there is any. Collective. Raises: DamagedCheckpointError if none is whole."""
-        found, damaged = self._newest_first(), dict[Location, str]()  # with the reasons
+    def resume(self, copies: MemoryCopies | None) -> None:
+        """Load the newest that is whole, if there is any. Collective. Raises: DamagedCheckpointError if none is whole.
+
+        copies: those of the run, if it makes any.
+        """
+        found, damaged = self._newest_first(copies), dict[Location, str]()  # with the reasons
         for folder in found:
             try:
-                self.load(folder)
+                self._load(folder, copies)
                 break
             except DamagedCheckpointError as error:
                 if self._on_damage == "raise":
@@ -52,9 +54,9 @@ class Resuming:
                 + "; ".join(f"{folder.name}: {reason}" for folder, reason in damaged.items())
             )
 
-    def load(self, found: Location) -> None:
+    def _load(self, found: Location, copies: MemoryCopies | None) -> None:
         """Load this one. Collective. Raises: CheckpointError, on every rank."""
-        training, copies = self._training, self.copies
+        training = self._training
         if copies is not None and found.parent == copies.folder:
             copies.bring(found.name, {METADATA})
         with agreed(world().comm):
@@ -84,12 +86,12 @@ class Resuming:
             message = "'%s' is damaged, and %s; the run goes on from step %d: %s"
             _log.warning(message, folder, where, self._training.done, reason)
 
-    def _newest_first(self) -> list[Location]:
+    def _newest_first(self, copies: MemoryCopies | None) -> list[Location]:
         """The copies and the committed checkpoints, as rank 0 sees these. Collective."""
         end_previous()  # the save of a run in this process that ended with an exception
         self._training.check_alike("Run", **self._saves.arguments, on_damage=self._on_damage)
-        copies = [] if self.copies is None else self.copies.newest_first()
-        found = [*copies, *self._seen_by_rank_0(self._training.folder)]
+        in_memory = [] if copies is None else copies.newest_first()
+        found = [*in_memory, *self._seen_by_rank_0(self._training.folder)]
         return sorted(found, key=lambda folder: int(folder.name.removeprefix(PREFIX)), reverse=True)
 
     def _seen_by_rank_0(self, parent: Location) -> list[Location]:
