@@ -50,14 +50,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 
-if not __package__:  # run by path: packages with nothing in them stand in for those around it
-    __package__ = "shardrt_alone.launcher"
-    _above = Path(__file__).parent
-    for _package, _folder in (("shardrt_alone", _above.parent), ("shardrt_alone.comm", _above.with_name("comm"))):
-        sys.modules[_package] = ModuleType(_package)
-        sys.modules[_package].__path__ = [str(_folder)]
+if not __package__:  # run by path, without the folder of shardrt on the path
+    __package__ = "shardrt.launcher"
+    sys.path.append(str(Path(__file__).parents[2]))
 
 from ..comm.ending.guard.node import JOINING, OF_PROCESSES
 from ..comm.ending.processes import Process, kill, processes, processes_with, variable_of

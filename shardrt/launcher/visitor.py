@@ -21,14 +21,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 if not __package__:  # run by path, as supervisor.py
-    __package__ = "shardrt_alone.launcher"
-    _above = Path(__file__).parent
-    for _package, _folder in (("shardrt_alone", _above.parent), ("shardrt_alone.comm", _above.with_name("comm"))):
-        sys.modules[_package] = ModuleType(_package)
-        sys.modules[_package].__path__ = [str(_folder)]
+    __package__ = "shardrt.launcher"
+    sys.path.append(str(Path(__file__).parents[2]))
 
 from ..comm.ending.report import REPORTS
 from .nodes import KEY, Link, Message, Refused
