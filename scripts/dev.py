@@ -2,16 +2,18 @@
 
     python3 scripts/dev.py train [-n RANKS] [arguments of train.py]    2 ranks by default
     python3 scripts/dev.py test [arguments of pytest]                  lint, types, imports, docs and tests, also under Open MPI
-    python3 scripts/dev.py test --all                                  the same, with the large tests and the CUDA stand-in
+    python3 scripts/dev.py test --rest                                 the tests that `test` leaves out, as .ci/run does
+    python3 scripts/dev.py test --all                                  both, with the large tests and the CUDA stand-in
     python3 scripts/dev.py test --changed [REVISION]                   the checks, and the tests that a change can reach
     python3 scripts/dev.py check                                       yes or no, in two minutes
     python3 scripts/dev.py setup                                       the environment of the tests alone
 
 `check` runs lint, types, imports, the tests that start no process, and a job of training on two ranks. `test` is for every
-change. `test --all` adds the tests marked `all` (2**31 elements, two billion parameters, inductor, network namespaces, a
-requeue under Slurm, a download of torch, NVRTC for every architecture), ten times the examples of each property, tests on a
-stand-in for CUDA, for which it sets up .venv-cuda, and some with the oldest and the newest torch, for which it sets up
-.venv-oldest and .venv-newest: 5 GB each. `test --changed` runs the tests that depend on a file that differs from a revision
+change. `test --rest` runs the tests marked `rest`: slow ones, and other numbers of ranks and other parameters of those that
+`test` runs. `test --all` runs both, and adds the tests marked `all` (2**31 elements, two billion parameters, inductor, network
+namespaces, a requeue under Slurm, a download of torch, NVRTC for every architecture), ten times the examples of each property,
+tests on a stand-in for CUDA, for which it sets up .venv-cuda, and some with the oldest and the newest torch, for which it sets
+up .venv-oldest and .venv-newest: 5 GB each. `test --changed` runs the tests that depend on a file that differs from a revision
 of git, or from the last commit. With other arguments, pytest runs in one process.
 
 The first `train` sets up .venv with what training needs: torch, MPICH, matplotlib and tqdm. `test` and `setup` add what the
@@ -170,24 +172,28 @@ class Outcome:
 
 def test(arguments: list[str]) -> int:
     """Run every step, also after a failure, then print a summary. Steps that need one core run beside the tests."""
-    tests = run_given_tests
-    if arguments[:1] == ["--changed"]:
+    tests, marks = run_tests, ""
+    if arguments == ["--rest"]:
+        marks, arguments = "rest", []
+    elif arguments[:1] == ["--changed"]:
         if len(arguments) > 2:
             fail("test --changed: expected one revision, or none")
-        tests, arguments = run_tests, changed_tests(*(arguments[1:] or ["HEAD"]))
-    elif not set(arguments) - {"--all"}:
-        tests = run_tests
+        arguments = changed_tests(*(arguments[1:] or ["HEAD"]))
+    elif not arguments:
+        marks = "not rest"
+    elif arguments != ["--all"]:
+        tests = run_given_tests
     beside = ThreadPoolExecutor(1)
     try:
         overlay = beside.submit(set_up, OPEN_MPI)
-        checks = beside.submit(run_checks)
-        outcomes = [run_step("pytest", lambda: tests(MPICH, arguments))]
-        if not set(arguments) - {"--all"}:
+        checks = beside.submit(lambda: run_checks() if marks != "rest" else [])
+        outcomes = [run_step("pytest", lambda: tests(MPICH, arguments, marks))]
+        if marks == "not rest" or arguments == ["--all"]:
             outcomes.append(run_step("pytest (no buckets)", test_without_buckets))
         # Cost: without this variable, waiting ranks occupy cores that other jobs need, since mpirun counts only its own ranks.
-        yields = {"OMPI_MCA_mpi_yield_when_idle": "1"}
-        outcomes.append(run_step("pytest (Open MPI)", lambda: overlay.result() or tests(OPEN_MPI, arguments, "mpi", **yields)))
-        if "--all" in arguments:
+        yields, mpi = {"OMPI_MCA_mpi_yield_when_idle": "1"}, both("mpi", marks)
+        outcomes.append(run_step("pytest (Open MPI)", lambda: overlay.result() or tests(OPEN_MPI, arguments, mpi, **yields)))
+        if arguments == ["--all"]:
             outcomes.append(run_step("pytest (CUDA)", test_on_stand_in))
             outcomes += [run_step(f"pytest ({each.torch})", partial(test_on_torch, each)) for each in (OLDEST, NEWEST)]
         outcomes += checks.result()
@@ -231,20 +237,23 @@ def run_step(name: str, step: Callable[[], int]) -> Outcome:
     return Outcome(name, code, time.perf_counter() - start)
 
 
-def run_tests(venv: Venv, arguments: list[str], mark: str = "", **variables: str) -> int:
-    """Run the tests with this mark, or all: several at a time, then one by one those under Slurm.
+def run_tests(venv: Venv, arguments: list[str], marks: str, **variables: str) -> int:
+    """Run the tests with these marks: several at a time, then one by one those under Slurm.
 
     Hazard: beside other jobs of MPICH, MPI_Init of four ranks under srun fails with "out of memory".
     """
-    prefix = f"{mark} and " if mark else ""
-    run_marked = run_some if set(arguments) - {"--all"} else run_pytest
-    several = run_marked(venv, *SIDE_BY_SIDE, *arguments, "-m", f"{prefix}not slurm", **variables)
-    return run_marked(venv, *arguments, "-m", f"{prefix}slurm", **variables) or several
+    several = run_some(venv, *SIDE_BY_SIDE, *arguments, "-m", both(marks, "not slurm"), **variables)
+    return run_some(venv, *arguments, "-m", both(marks, "slurm"), **variables) or several
 
 
-def run_given_tests(venv: Venv, arguments: list[str], mark: str = "", **variables: str) -> int:
+def run_given_tests(venv: Venv, arguments: list[str], marks: str, **variables: str) -> int:
     """Run pytest with the user's own arguments, in one process; with a mark, there may be no test that has it."""
-    return run_some(venv, *arguments, "-m", mark, **variables) if mark else run_pytest(venv, *arguments, **variables)
+    return run_some(venv, *arguments, "-m", marks, **variables) if marks else run_pytest(venv, *arguments, **variables)
+
+
+def both(*marks: str) -> str:
+    """The expression of pytest for tests that have all these marks."""
+    return " and ".join(filter(None, marks))
 
 
 def changed_tests(revision: str) -> list[str]:
@@ -270,7 +279,7 @@ def run_pytest(venv: Venv, *arguments: str, **variables: str) -> int:
 
 def test_without_buckets() -> int:
     """Run tests of modules and training, on several ranks, with groups that are all large ones."""
-    several = ("-k", "2ranks or 3ranks")
+    several = ("-k", "2ranks or 3ranks", "-m", "not rest")
     others = {"SHARDRT_TEST_BUCKET_BYTES": "1", "SHARDRT_NODE_MEMORY": "0"}
     return run(MPICH, "pytest", *SIDE_BY_SIDE, *WITHOUT_BUCKETS, *several, **others)
 

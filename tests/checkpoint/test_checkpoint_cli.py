@@ -320,6 +320,7 @@ def test_usage(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureF
     assert re.fullmatch(rf"shardrt-checkpoint( \w+)?: error: {message}\n", capsys.readouterr().err)
 
 
+@pytest.mark.rest
 def test_the_module_starts_no_mpi(stock: Path) -> None:
     code = (
         "import runpy, sys; sys.argv = ['x', 'inspect', sys.argv[1]]\n"

@@ -27,6 +27,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import shardrt
 from checkpoints import shared_folder, small_state, tensors_of, train
+from marks import rest
 from ranks import on_ranks, run_script
 from shardrt import checkpoint
 from shardrt.checkpoint import CheckpointError, DamagedCheckpointError
@@ -249,6 +250,7 @@ def test_a_flipped_bit_is_found_by_load_and_verify(world: World) -> None:
             checkpoint.load(f"{url}/step-1", {"tensors": empty(world, values)})
 
 
+@pytest.mark.rest
 @on_ranks(2, more=(1,))
 def test_a_run_resumes_and_keeps_so_many(world: World) -> None:
     for protocol in kinds(world):
@@ -413,9 +415,11 @@ print("done", flush=True)
     ("how", "naps", "request_", "rank"),
     [
         ("save", {"write": 900}, "write 'slow://{}/__1_0.distcp'", "1"),
-        ("async_save", {"write": 900}, "write 'slow://{}/__1_0.distcp'", "1"),
-        ("load", {"read": 900}, "read 'slow://{}/.metadata'", "1"),
-        ("latest", {"ls": 900}, "list 'slow://{}'", "[01]"),  # no rank is in a call
+        *rest(
+            ("async_save", {"write": 900}, "write 'slow://{}/__1_0.distcp'", "1"),
+            ("load", {"read": 900}, "read 'slow://{}/.metadata'", "1"),
+            ("latest", {"ls": 900}, "list 'slow://{}'", "[01]"),  # no rank is in a call
+        ),
     ],
 )
 def test_a_store_that_never_answers_ends_the_job(
@@ -428,6 +432,7 @@ def test_a_store_that_never_answers_ends_the_job(
     assert re.search(rf"rank {rank}: waited \d+ s {asked}", done.stderr), done.stderr
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("how", "naps"), [("save", {"write": 0.7}), ("load", {"read": 0.7})])
 def test_a_slow_store_ends_no_job(how: str, naps: dict[str, float], tmp_path: Path) -> None:
     """It takes longer than SHARDRT_TIMEOUT for all of them, but not for a request."""

@@ -95,6 +95,7 @@ def copied(world: World, folder: Path, name: str, *damaged: int, kind: str = "fl
     return folder / name
 
 
+@pytest.mark.rest
 @on_ranks(1, 2)
 def test_a_flipped_bit_anywhere_in_a_checkpoint(world: World) -> None:
     """What is loaded are the values that were saved, or all ranks raise that the checkpoint is damaged."""

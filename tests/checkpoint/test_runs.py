@@ -652,6 +652,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return job.result()
 
 
+@pytest.mark.rest
 @pytest.mark.mpi
 def test_a_killed_job_goes_on_to_the_same_end(uninterrupted: dict[str, Any], tmp_path: Path) -> None:
     job = Job(tmp_path, "-n", "2", "--restarts", "5")
@@ -668,6 +669,7 @@ def test_a_killed_job_goes_on_to_the_same_end(uninterrupted: dict[str, Any], tmp
     assert job.output().count("start 2 of 6") == job.output().count("start 3 of 6") == 1, job.output()
 
 
+@pytest.mark.rest
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("number", "ranks"), [(signal.SIGUSR1, 3), pytest.param(signal.SIGTERM, 1, marks=pytest.mark.all)], ids=["USR1", "TERM"]

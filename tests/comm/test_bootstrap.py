@@ -65,6 +65,7 @@ def test_embedding_in_five_lines(size: int, leave: str) -> None:
         assert f"rank {rank} of {size}, local {rank}, on cpu, mesh {size}" in done.stdout
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("per_node", [pytest.param("2", marks=pytest.mark.all), "1"])
 def test_ranks_need_no_numpy(tmp_path: Path, per_node: str) -> None:
     """torch goes without it, and nothing that shardrt needs brings it."""
@@ -238,6 +239,7 @@ def test_import_starts_nothing() -> None:
     assert run_alone(source, FRESH).stdout == "False False\n"
 
 
+@pytest.mark.rest
 def test_a_torch_newer_than_those_of_the_tests_is_named_once() -> None:
     source = "import torch; torch.__version__ = '{}'; import shardrt; shardrt.init(); shardrt.init()"
     done = run_script(source.format("99.1.0a0+git"), 2, FRESH)
@@ -473,6 +475,7 @@ finally:
 """
 
 
+@pytest.mark.rest
 def test_ranks_in_pid_namespaces_of_their_own() -> None:
     """They refuse to start, and write into no file of the program. Open MPI ends in its own first message."""
     if subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", "true"], capture_output=True, check=False).returncode:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import ranks
+from marks import rest
 from ranks import DEADLINE_S, FRESH, rank_environment, start
 from shardrt.comm.recorder import merge_dumps
 
@@ -57,8 +58,10 @@ def reports(stderr: str, words: str) -> list[str]:
 @pytest.mark.parametrize(
     ("fault", "streams", "state", "stacks"),
     [
-        (STOP, "inline", "stopped", "(none: the process does not answer)"),
-        (HOLD_GIL, "inline", "its watchdog has been silent", "in fail"),
+        *rest(
+            (STOP, "inline", "stopped", "(none: the process does not answer)"),
+            (HOLD_GIL, "inline", "its watchdog has been silent", "in fail"),
+        ),
         (SLEEP, "threaded", "running", "in fail"),
     ],
     ids=["stopped", "holds the GIL", "sleeps"],
@@ -174,8 +177,7 @@ ONE, ALL = ("1:2", "time.sleep(600)"), ("0:", "world.barrier()")
     ("name", "code", "message", "to", "then"),
     [
         ("SIGINT", 130, "interrupted", *ONE),
-        ("SIGINT", 130, "interrupted", *ALL),
-        ("SIGTERM", 143, "terminated", *ONE),
+        *rest(("SIGINT", 130, "interrupted", *ALL), ("SIGTERM", 143, "terminated", *ONE)),
     ],
     ids=["SIGINT one", "SIGINT all", "SIGTERM one"],
 )
@@ -208,6 +210,7 @@ def test_ranks_do_not_outlive_their_launcher() -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.rest
 def test_nodes_exchange_their_status() -> None:
     """Two nodes of two ranks each; the one that stops is on the other node than the one that reports."""
     source = FAULT.replace("world.rank == 1", "world.rank == 3")
@@ -219,6 +222,7 @@ def test_nodes_exchange_their_status() -> None:
     assert reports(done.stderr, "stacks of rank 3:"), done.stderr
 
 
+@pytest.mark.rest
 def test_nodes_that_are_cut_off_write_one_report() -> None:
     """Rank 0, through which nodes exchange their status, stops: nobody knows who else waits."""
     source = FAULT.replace("world.rank == 1", "world.rank == 0")
@@ -229,6 +233,7 @@ def test_nodes_that_are_cut_off_write_one_report() -> None:
     assert line.startswith("[1] rank 1: waited")
 
 
+@pytest.mark.rest
 def test_a_rank_of_another_node_that_leaves_early() -> None:
     source = FAULT.replace("world.rank == 1", "world.rank == 3")
     done = run_script(source.format(fault="sys.exit(3)"), 4, SHARDRT_RANKS_PER_NODE="2")
@@ -341,6 +346,7 @@ except RuntimeError as error:
     assert done.stdout.count("shardrt.init() after shardrt.finalize(): a process has one world, made once") == 2
 
 
+@pytest.mark.rest
 def test_a_rank_alone_is_watched_on_a_gpu() -> None:
     """By a thread that is bound to the GPU; nothing else is done to a process that is no job."""
     source = """
@@ -372,6 +378,7 @@ time.sleep(600)
     assert re.search(r"\[0\] rank 0: waited [3-9] s in #7 all_gather float32 4 on 'world'", done.stderr), done.stderr
 
 
+@pytest.mark.rest
 def test_a_kernel_that_never_ends() -> None:
     """On a CUDA device a call has been enqueued, and its event does not pass; here, an event that stands for one."""
     source = """
@@ -445,6 +452,7 @@ time.sleep(600)
     assert sorted(done.stdout.splitlines()) == ["rank 0 aborts gpu", "rank 1 aborts gpu"]
 
 
+@pytest.mark.rest
 @pytest.mark.mpi
 def test_ranks_that_are_late() -> None:
     """Over many operations: it is named. After the deadline, moments before the report: the job goes on, and ends in order."""

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from marks import rest
 from ranks import DEADLINE_S, FRESH, run_job, run_script, site
 from shardrt.comm.ending.guard.node import Neighbour, RankPhase, RankPlace
 from shardrt.comm.ending.guard.watch import Election
@@ -306,6 +307,7 @@ def test_a_frozen_program_is_not_started_as_its_guard(monkeypatch: pytest.Monkey
 TIMING = "settle_nodes_s=0.5,report_s=1,held_s=1"
 
 
+@pytest.mark.rest
 @pytest.mark.mpi
 def test_a_rank_that_sleeps_before_init() -> None:
     """The others wait inside MPI_Init, without Python's lock to be had."""
@@ -333,6 +335,7 @@ world.comm.exchange(2)
 """
 
 
+@pytest.mark.rest
 @pytest.mark.mpi
 def test_all_ranks_hold_the_lock() -> None:
     fault = "mutex = ctypes.create_string_buffer(64); [ctypes.PyDLL(None).pthread_mutex_lock(mutex) for _ in range(2)]"
@@ -373,7 +376,7 @@ def test_it():
 
 @pytest.mark.parametrize(
     ("fault", "says"),
-    [("return", "[0] missing rank 1: "), ("os.kill(os.getpid(), 9)", "[1] rank 1: host ")],
+    [*rest(("return", "[0] missing rank 1: ")), ("os.kill(os.getpid(), 9)", "[1] rank 1: host ")],
     ids=["watchdog", "guard"],
 )
 def test_reports_of_tests(fault: str, says: str, tmp_path: Path) -> None:

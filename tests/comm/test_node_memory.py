@@ -200,6 +200,7 @@ world.comm.wait_for_readers(memory)
 """
 
 
+@pytest.mark.rest
 def test_a_reader_that_hangs_is_named() -> None:
     done = run_script(HANGS, 2, SHARDRT_TIMEOUT="2", SHARDRT_PATIENCE="4")
     assert done.returncode != 0

@@ -367,6 +367,7 @@ def run_faults(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=rank_environment(), capture_output=True, text=True, timeout=550, check=False)
 
 
+@pytest.mark.rest
 def test_a_job_with_a_fault() -> None:
     """Calls of one program that raise share a job; another job is killed."""
     done = run_faults("kill,mismatch,skip,diverged")

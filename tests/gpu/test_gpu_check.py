@@ -35,6 +35,7 @@ from shardrt.launch import LaunchError
 CHECK = Path(gpu_check.__file__)
 
 
+@pytest.mark.rest
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_machine_without_a_gpu_is_an_error() -> None:
     done = subprocess.run([sys.executable, str(CHECK)], env=rank_environment(), capture_output=True, text=True, check=False)
@@ -82,6 +83,7 @@ def test_benchmarks_come_first_and_tests_last(
         assert sum(part.limit_s for part in parts) <= gpu_checker.TOTAL_S < 600 - GRACE_S
 
 
+@pytest.mark.rest
 def test_a_part_that_hangs_shows_its_stacks_and_the_next_one_runs(checker: Checker, tmp_path: Path) -> None:
     """Also if it hangs in a job that its own process has started."""
     scripts, hangs, starts = CHECK.parent, tmp_path / "hangs.py", tmp_path / "starts.py"
@@ -201,6 +203,7 @@ def test_a_signal_ends_the_script(checker: Checker) -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.rest
 def test_a_job_ends_in_time_though_another_process_holds_its_output() -> None:
     start = time.monotonic()
     with pytest.raises(SystemExit, match="not done in 1 s"):

@@ -62,6 +62,7 @@ def test_a_row() -> None:
     assert Row("a", Bounds(1.01, 1.02), Bounds(0.5, 0.75), "b", digits=1).line() == "| a | 1.0 | 0.5 to 0.8 | b |"
 
 
+@pytest.mark.rest
 def test_the_page_has_the_tables(sheet: Sheet) -> None:
     """It has their rows, and says what they are; the numbers are those of its model."""
     section = PAGE.read_text().partition("### Forecast of a step")[2]

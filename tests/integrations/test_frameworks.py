@@ -93,10 +93,12 @@ def compare_parameters(model: nn.Module, reference: nn.Module, tolerance: float)
 # ---------------------------------------------------------------------- transformers
 
 
+@pytest.mark.rest
 def test_transformers(tmp_path: Path) -> None:
     run_on_ranks("train_with_transformers", tmp_path, "transformers", "accelerate")
 
 
+@pytest.mark.rest
 def test_accelerate_utils(tmp_path: Path) -> None:
     run_on_ranks("call_accelerate_utils", tmp_path, "accelerate", "transformers")
 
@@ -514,6 +516,7 @@ def train_with_transformers(world: World, folder: Path) -> None:
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.rest
 def test_transformers_beside_one_process(tmp_path: Path) -> None:
     run_on_ranks("compare_with_one_process", tmp_path, "transformers", "accelerate", "peft")
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 from torch.testing._internal.two_tensor import TwoTensor
 
+from marks import rest
 from ranks import FRESH, on_ranks, run_script
 from shardrt.comm import MismatchError, World
 from shardrt.integrations import torch_distributed
@@ -150,7 +151,7 @@ def messages(world: World, group: Group, numel: int, is_async: bool) -> list[tor
     return [first, second, third]
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("is_async", [*rest(False), True], ids=["sync", "async"])
 @pytest.mark.parametrize("call", [all_reduces, rooted, gathers, exchanges, messages], ids=lambda call: call.__name__)
 @on_ranks(1, 2, 3, 4)
 def test_calls_are_gloos(world: World, call: Call, is_async: bool) -> None:
@@ -688,6 +689,7 @@ def test_checkpoints_of_torch(world: World, tmp_path: Any) -> None:
 # ---------------------------------------------------------------------- the job
 
 
+@pytest.mark.rest
 def test_a_rank_that_does_not_come_is_reported() -> None:
     source = """
 import torch, torch.distributed as dist
@@ -706,6 +708,7 @@ else:
     assert "missing: rank 1" in done.stderr, done.stderr
 
 
+@pytest.mark.rest
 def test_a_future_of_a_message_that_does_not_come_is_reported() -> None:
     source = """
 import torch, torch.distributed as dist
@@ -720,6 +723,7 @@ dist.barrier()
     assert "recv float32 3 from 1 tag 7 on 'torch.0.cpu'" in done.stderr, done.stderr
 
 
+@pytest.mark.rest
 def test_groups_end_with_the_job() -> None:
     source = """
 import torch, torch.distributed as dist

@@ -323,6 +323,7 @@ def test_launched_mixture(double: Double) -> None:
     assert kernels == [f"squares<{one}>" for one in cuda.FLOATS.values()] * (2 + 2 * len(FLOATS))
 
 
+@pytest.mark.rest
 def test_launched_norm_of_many_chunks(double: Double) -> None:
     check_many_chunks(CPU)
     assert double.launches == [("squares<double>", 301)] * 2

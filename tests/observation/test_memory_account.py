@@ -133,6 +133,7 @@ def printed_by(script: str, *folders: str) -> Any:
     return json.loads(subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True).stdout)
 
 
+@pytest.mark.rest
 def test_parts_of_a_process_add_up() -> None:
     """6 matrices of 4 MiB; the peak is in the optimizer, which has square roots of them all. A module brings 32 MiB along."""
     with tempfile.TemporaryDirectory() as folder:

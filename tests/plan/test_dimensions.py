@@ -412,6 +412,7 @@ def test_the_best_split_fits_and_is_the_fastest() -> None:
     assert [split.forecast.peak_nbytes for split in rest] == [50, 50, 100]
 
 
+@pytest.mark.rest
 @pytest.mark.usefixtures("small")
 def test_the_command_finds_the_best_split(capsys: pytest.CaptureFixture[str]) -> None:
     """Its report is that of the best one; the table has them all."""

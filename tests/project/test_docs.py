@@ -93,6 +93,7 @@ def test_the_reference_has_every_public_name(module: object) -> None:
     assert set(module.__all__) - documented == set()  # type: ignore[attr-defined]
 
 
+@pytest.mark.rest
 def test_pictures_are_those_that_the_script_makes(tmp_path: Path) -> None:
     if f"matplotlib=={importlib.metadata.version('matplotlib')}\n" not in (ROOT / "constraints.txt").read_text():
         pytest.skip("another matplotlib draws other bytes")

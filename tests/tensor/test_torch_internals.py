@@ -67,6 +67,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.rest
 def test_what_is_gone_is_named_once() -> None:
     """With what fails for it; the rest works, and what fails says why."""
     done = run_script(GONE, 2, FRESH)
