@@ -8,7 +8,7 @@ from .core.streams import Event, Stream, current_stream, new_stream
 from .groups.communicator import Communicator
 from .groups.mesh import DeviceMesh, current_mesh
 from .startup.bootstrap import World, finalize, init, init_device_mesh, world
-from .startup.environment import without_launcher_variables
+from .startup.hidden_variables import without_launcher_variables
 from .startup.replacement import Coming, Replacement
 
 __all__ = [

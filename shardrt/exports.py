@@ -35,8 +35,8 @@ from .parallel.boundaries.random import manual_seed
 from .replicas.check import check_replicas
 from .tensor import DTensor, FlatShard, Partial, RaggedShard, Replicate, Shard, distribute_tensor
 from .tensor.operations.local_ops import register_local_op
-from .tensor.optimizers.local_optimizers import register_local_optimizer
 from .tensor.optimizers.optimizer_state import shard_optimizer_state
+from .tensor.optimizers.other_optimizers import register_local_optimizer
 from .timeline.timeline import Timeline
 
 __all__ = [

@@ -18,9 +18,9 @@ from ..groups.communicator import Communicator
 from ..groups.control import register
 from ..recorder.dumps import DumpFolder
 from ..recorder.recorder import Recorder
-from .check import CallCheck
 from .exit_handlers import Aborter, ExitHandlers
 from .guarding import RankGuard
+from .same_calls import CallCheck
 from .timing import Timing
 from .watchdog.watchdog import Watchdog
 

@@ -11,8 +11,8 @@ import torch
 
 from bench.checkpoint_workers import status_mb
 from shardrt.checkpoint.formats.dcp.marks import new_save_id
-from shardrt.checkpoint.formats.dcp.metadata import read_stored
-from shardrt.checkpoint.formats.dcp.metadata_pickle import ending
+from shardrt.checkpoint.formats.dcp.metadata_reader import read_stored
+from shardrt.checkpoint.formats.dcp.metadata_writer import ending
 from shardrt.checkpoint.saving.assignment import Agreed
 from shardrt.checkpoint.saving.descriptions import Described, Description, Grid
 from shardrt.checkpoint.saving.plan import write_metadata

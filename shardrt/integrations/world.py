@@ -16,8 +16,8 @@ from ..comm import ReduceOp
 from ..fsdp.api.fully_shard import fully_shard
 from ..fsdp.api.module import FSDPModule
 from ..tensor.dtensor.dtensor import DTensor
-from ..tensor.optimizers.local_optimizers import steps_locally
 from ..tensor.optimizers.optimizer_state import shard_optimizer_state
+from ..tensor.optimizers.other_optimizers import steps_locally
 
 
 def gather(tensor: torch.Tensor) -> torch.Tensor:

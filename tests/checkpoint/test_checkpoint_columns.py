@@ -17,7 +17,7 @@ from marks import usually
 from ranks import on_ranks
 from shardrt import FlatShard, RaggedShard, Replicate, Shard
 from shardrt.checkpoint import CheckpointError, load, save
-from shardrt.checkpoint.formats.dcp.metadata import read_stored
+from shardrt.checkpoint.formats.dcp.metadata_reader import read_stored
 from shardrt.checkpoint.formats.stored import StoredChunk
 from shardrt.checkpoint.formats.torch_file.items import BLOCK
 from shardrt.checkpoint.formats.torch_file.stored_items import read_item

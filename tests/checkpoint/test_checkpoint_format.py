@@ -18,10 +18,10 @@ import torch
 
 from shardrt.checkpoint import CheckpointError, DamagedCheckpointError
 from shardrt.checkpoint.disk.files import METADATA, bytes_of
-from shardrt.checkpoint.formats.dcp import metadata
-from shardrt.checkpoint.formats.dcp.metadata import read_stored
-from shardrt.checkpoint.formats.dcp.metadata_pickle import INDEX_KEY, MetadataWriter, ending
-from shardrt.checkpoint.formats.dcp.metadata_pickle import Path as Keys
+from shardrt.checkpoint.formats.dcp import metadata_reader as metadata
+from shardrt.checkpoint.formats.dcp.metadata_reader import read_stored
+from shardrt.checkpoint.formats.dcp.metadata_writer import INDEX_KEY, MetadataWriter, ending
+from shardrt.checkpoint.formats.dcp.metadata_writer import Path as Keys
 from shardrt.checkpoint.formats.stored import Columns, Stored
 from shardrt.checkpoint.formats.torch_file.items import (
     BLOCK,

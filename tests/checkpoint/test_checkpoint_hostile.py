@@ -19,7 +19,7 @@ from ranks import on_ranks
 from shardrt import checkpoint
 from shardrt.checkpoint import CheckpointError, load, save
 from shardrt.checkpoint.__main__ import main
-from shardrt.checkpoint.formats.dcp.metadata import read_stored
+from shardrt.checkpoint.formats.dcp.metadata_reader import read_stored
 from shardrt.checkpoint.formats.torch_file.archive import Archive
 from shardrt.checkpoint.formats.torch_file.expansion import check_archive
 from shardrt.checkpoint.state.objects import decode, encode

@@ -21,7 +21,7 @@ import toys_2d
 from ranks import job, on_ranks
 from shardrt import DTensor, Shard
 from shardrt.checkpoint import CheckpointError, StateDictOptions, get_optimizer_state_dict, load, save
-from shardrt.checkpoint.formats.dcp.metadata import read_stored
+from shardrt.checkpoint.formats.dcp.metadata_reader import read_stored
 from shardrt.checkpoint.formats.torch_file.stored_items import read_item
 from shardrt.checkpoint.loading import load as loading
 from shardrt.comm import World

@@ -24,7 +24,7 @@ from shardrt.checkpoint import CheckpointError, load, save
 from shardrt.checkpoint.__main__ import main
 from shardrt.checkpoint.disk.files import METADATA
 from shardrt.checkpoint.formats.dcp.marks import own_id
-from shardrt.checkpoint.formats.dcp.metadata import read_stored
+from shardrt.checkpoint.formats.dcp.metadata_reader import read_stored
 from shardrt.comm import World
 
 

@@ -23,7 +23,7 @@ from checkpoints import Holder, assert_holds, shared_folder, small_state, stock_
 from ranks import on_ranks
 from shardrt.checkpoint import CheckpointError, DamagedCheckpointError, PerRank, async_save, load, save, save_safetensors
 from shardrt.checkpoint.__main__ import main
-from shardrt.checkpoint.formats.dcp.metadata import read_stored
+from shardrt.checkpoint.formats.dcp.metadata_reader import read_stored
 from shardrt.checkpoint.state.entries import entries
 from shardrt.checkpoint.state.objects import decode, encode
 from shardrt.comm import World

@@ -20,7 +20,7 @@ from ranks import on_ranks
 from shardrt import DTensor
 from shardrt.checkpoint import CheckpointError
 from shardrt.checkpoint.disk.files import METADATA, bytes_of
-from shardrt.checkpoint.formats.dcp.metadata_pickle import ending
+from shardrt.checkpoint.formats.dcp.metadata_writer import ending
 from shardrt.checkpoint.formats.torch_file.items import BlockCrcs, item_footer, item_header, without_gaps
 from shardrt.checkpoint.saving import assignment
 from shardrt.checkpoint.saving.assignment import Agreed

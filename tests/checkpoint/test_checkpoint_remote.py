@@ -35,7 +35,7 @@ from shardrt.checkpoint.__main__ import main
 from shardrt.checkpoint.disk.remote_files import RemoteReader
 from shardrt.checkpoint.disk.remote_path import remote_path
 from shardrt.checkpoint.disk.storage import storage_of
-from shardrt.checkpoint.formats.dcp.metadata import read_stored
+from shardrt.checkpoint.formats.dcp.metadata_reader import read_stored
 from shardrt.comm import World
 from shardrt.comm.monitor.requests import requests
 

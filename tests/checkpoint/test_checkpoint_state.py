@@ -21,7 +21,7 @@ import shardrt
 from ranks import on_ranks
 from shardrt import checkpoint
 from shardrt.checkpoint import CheckpointError, load, save
-from shardrt.checkpoint.formats.dcp.metadata import read_stored
+from shardrt.checkpoint.formats.dcp.metadata_reader import read_stored
 from shardrt.checkpoint.formats.geometry import intersect, narrowed, parts, parts_of, runs
 from shardrt.checkpoint.state.entries import entries
 from shardrt.checkpoint.state.names import joined

@@ -22,8 +22,8 @@ import torch
 from shardrt.checkpoint import CheckpointError
 from shardrt.checkpoint.__main__ import main
 from shardrt.checkpoint.disk.files import METADATA
-from shardrt.checkpoint.formats.dcp.metadata import read_stored
-from shardrt.checkpoint.formats.dcp.metadata_pickle import TRAILER, MetadataWriter, ending
+from shardrt.checkpoint.formats.dcp.metadata_reader import read_stored
+from shardrt.checkpoint.formats.dcp.metadata_writer import TRAILER, MetadataWriter, ending
 from shardrt.checkpoint.formats.safetensors import read_arrays
 from shardrt.checkpoint.formats.torch_file.archive import Archive
 from shardrt.checkpoint.formats.torch_file.expansion import check_archive

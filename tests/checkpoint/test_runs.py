@@ -29,9 +29,10 @@ import run_program
 import shardrt
 from ranks import job, on_ranks, rank_environment, settings_of, wait_for
 from shardrt import checkpoint, launch
-from shardrt.checkpoint.run import saves, stop
+from shardrt.checkpoint.run import saves
+from shardrt.checkpoint.run import signals as stop
 from shardrt.checkpoint.run.random_state import RandomState
-from shardrt.checkpoint.run.stop import Noted, StopSignals
+from shardrt.checkpoint.run.signals import Noted, StopSignals
 from shardrt.checkpoint.saving.writing import Prepared
 from shardrt.comm.monitor import exit_handlers
 from shardrt.comm.monitor.timing import Timing

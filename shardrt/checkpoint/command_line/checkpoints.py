@@ -22,9 +22,9 @@ from ..disk.files import METADATA, Reader
 from ..disk.remote_path import Location
 from ..disk.storage import latest, on_disk
 from ..formats import safetensors
-from ..formats.dcp import metadata as dcp
+from ..formats.dcp import metadata_reader as dcp
 from ..formats.dcp.marks import own_id
-from ..formats.dcp.metadata_pickle import SAVED_BY
+from ..formats.dcp.metadata_writer import SAVED_BY
 from ..formats.safetensors import INDEX_NAME, SINGLE_NAME, TensorInfo
 from ..formats.stored import Stored
 from ..formats.torch_file.archive import SIGNATURE, Archive

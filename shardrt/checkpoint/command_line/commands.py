@@ -11,7 +11,7 @@ from typing import TextIO
 from ...comm.core.fingerprint import printable
 from ...instruments.progress import progress
 from ..disk.storage import located, on_disk
-from ..formats.dcp.metadata import read_stored
+from ..formats.dcp.metadata_reader import read_stored
 from .checkpoints import open_checkpoint
 from .convert import convert, select
 from .report import as_json, description, items_of, verify

@@ -18,7 +18,7 @@ from ..disk.errors import CheckpointError
 from ..disk.files import METADATA, Writer, explained
 from ..disk.folders import Keep, sync_folder
 from ..formats.dcp.marks import new_save_id
-from ..formats.dcp.metadata_pickle import ending
+from ..formats.dcp.metadata_writer import ending
 from ..formats.geometry import parts
 from ..formats.safetensors import DTYPE_NAMES, lay_out, split_into_files
 from ..saving.plan import PlannedItem, plan_of_one

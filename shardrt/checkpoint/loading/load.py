@@ -26,7 +26,7 @@ from ...tensor.dtensor.inference_mode import outside_inference_mode
 from ...tensor.placement.snapshots import wait_to_write
 from ..disk.errors import CheckpointError, agreed
 from ..disk.storage import located
-from ..formats.dcp.metadata import read_stored
+from ..formats.dcp.metadata_reader import read_stored
 from ..formats.geometry import memory_of
 from ..formats.stored import without_checksums
 from ..state.dtypes import sentence

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from ...tensor.dtensor.dtensor import DTensor
 from ...tensor.dtensor.inference_mode import overwrite
-from ...tensor.optimizers.local_optimizers import steps_locally
 from ...tensor.optimizers.optimizer_state import elementwise_keys
+from ...tensor.optimizers.other_optimizers import steps_locally
 from ..disk.errors import CheckpointError
 from ..state.names import ParameterNames, Path, joined
 from ..state.optimizers import OF_RANK, common_hyperparameters, rank_suffix, skips, split_flat

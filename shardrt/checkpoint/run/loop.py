@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from ...comm import RankLost, world
 from .continuing import Continuing
 from .saves import Saves
-from .stop import DUE
+from .signals import DUE
 from .stopping import Stopping
 from .training import Training
 

@@ -12,7 +12,7 @@ from ..disk.errors import CheckpointError, DamagedCheckpointError, agreed
 from ..disk.files import METADATA
 from ..disk.remote_path import Location
 from ..disk.storage import storage_of
-from ..formats.dcp.metadata import read_stored
+from ..formats.dcp.metadata_reader import read_stored
 from ..loading.load import load, load_copy
 from ..saving.save import end_previous
 from .random_state import RandomState

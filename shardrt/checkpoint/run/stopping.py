@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from ...comm import world
 from .saves import Saves
-from .stop import Noted, StopSignals
+from .signals import Noted, StopSignals
 from .training import Training
 
 STOPPED = os.EX_TEMPFAIL  # the exit code: "try again later"

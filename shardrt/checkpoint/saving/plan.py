@@ -31,7 +31,7 @@ import torch
 from ...comm import Communicator
 from ..disk.errors import agreed
 from ..formats.dcp.marks import MARK_NBYTES
-from ..formats.dcp.metadata_pickle import MetadataWriter
+from ..formats.dcp.metadata_writer import MetadataWriter
 from ..formats.geometry import TensorPart, parts
 from ..formats.stored import Columns
 from ..formats.torch_file.items import ALIGNMENT, Number, item_length

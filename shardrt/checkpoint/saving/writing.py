@@ -29,7 +29,7 @@ from ..disk.folders import Keep
 from ..disk.remote_path import Location
 from ..disk.storage import Storage, located, storage_of
 from ..formats.dcp.marks import MARK_NBYTES, SaveMark, new_save_id
-from ..formats.dcp.metadata_pickle import ending
+from ..formats.dcp.metadata_writer import ending
 from ..formats.torch_file.items import BlockCrcs, item_footer, item_header, without_gaps
 from ..state.entries import entries
 from .plan import PlannedItem, SavePlan, file_of, make_plan

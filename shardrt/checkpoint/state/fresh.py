@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from ...tensor.optimizers.local_optimizers import steps_locally
+from ...tensor.optimizers.other_optimizers import steps_locally
 from ...torch_internals import init_group
 
 _MARK = "is_fresh_state"

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...comm import Communicator
-from ...fsdp.schedule.moves import buffers_on_meta
+from ...fsdp.schedule.module_apply import buffers_on_meta
 from ..disk.errors import CheckpointError, first_of, listed
 from .dtypes import Rounded, narrows
 from .names import LoadedKeys, clean_state, cleaner

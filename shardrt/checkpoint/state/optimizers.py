@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from ...comm import Communicator, world
 from ...tensor.dtensor.dtensor import DTensor
-from ...tensor.optimizers.local_optimizers import steps_locally
 from ...tensor.optimizers.optimizer_state import shard_optimizer_state
+from ...tensor.optimizers.other_optimizers import steps_locally
 from .names import ParameterNames, Path
 from .stateful import key_of_rank
 from .trees import mapped, placed

@@ -18,8 +18,8 @@ from ...comm import World, world
 from ...tensor.dtensor.dtensor import DTensor
 from ...tensor.dtensor.inference_mode import outside_inference_mode, overwrite
 from ...tensor.dtensor.operands import shard_by
-from ...tensor.optimizers.local_optimizers import steps_locally
 from ...tensor.optimizers.optimizer_state import elementwise_keys
+from ...tensor.optimizers.other_optimizers import steps_locally
 from ...tensor.placement.placement import Spec
 from ...tensor.placement.snapshots import wait_to_write
 from ..disk.errors import agreed

@@ -17,7 +17,8 @@ from ...torch_internals import in_backward, nodes_made
 from ..base.autograd import GroupPhase
 from ..base.events import Step, during
 from ..base.policy import CustomAllGather, CustomReduceScatter, PrefetchPolicy, RootSettings
-from ..schedule import hooks, moves, registered
+from ..schedule import hooks, registered
+from ..schedule import module_apply as moves
 from ..schedule.param_group import GroupSettings, ParamGroup, free_stale
 from ..schedule.runtime import Runtime, runtime_of
 from ..schedule.state_dicts import check_state_dict_options

@@ -25,11 +25,11 @@ from torch.distributed.distributed_c10d import (
 from ... import comm as runtime
 from ...comm import Communicator, Stream
 from .arguments import counts, dense, equal_sizes, one, options, reduce_op, row, some
+from .contiguous import Staging
 from .dispatch import dispatched
 from .lane import DeviceLane, HostLane
 from .named import NamedGroup
 from .reductions import all_reduced, reduce_scattered, reduced
-from .staging import Staging
 from .work import ProcessGroupWork
 
 Tensors = list[torch.Tensor]

@@ -11,7 +11,7 @@ import torch
 from ...comm import Communicator, Event, Stream, current_stream, new_stream
 from ...comm.backends.tagged import MessageRequest, TaggedMessages
 from ...comm.core.streams import is_capturing
-from .staging import Staging
+from .contiguous import Staging
 from .work import LaunchedCollective, ProcessGroupWork
 
 Call = Callable[[Communicator, Stream, Staging], None]

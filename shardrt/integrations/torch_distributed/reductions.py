@@ -9,7 +9,7 @@ import torch
 
 from ...comm import Communicator, Stream
 from ...comm.core.calls import Op
-from .staging import Staging
+from .contiguous import Staging
 
 Bitwise = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -25,7 +25,7 @@ from ...torch_internals import clip_lists_of
 from ..dtensor import dtensor
 from ..dtensor.replaced import check_not_replaced
 from ..placement.snapshots import wait_to_step
-from . import local_optimizers
+from . import other_optimizers as local_optimizers
 from .elementwise_optimizers import exchange_steps
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ...disk.errors import DamagedCheckpointError, shown
 from ...disk.files import Reader
-from .metadata_pickle import SAVED_BY
+from .metadata_writer import SAVED_BY
 
 MARK_NBYTES = 64
 _FIELDS = struct.Struct("<8sI16s32s")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ....comm.ending.words import name_ranks
-from ..moves import Unwritten, unwritten
+from ..module_apply import Unwritten, unwritten
 from ..param_group import ParamGroup
 
 _log = logging.getLogger("shardrt")

@@ -35,7 +35,7 @@ from ..stored import (
 from ..torch_file.pickles import DTYPES, Global, integers, restricted_load
 from .foreign_metadata import stored_in
 from .format import DCP
-from .metadata_pickle import (
+from .metadata_writer import (
     ENDING_NBYTES,
     FIRST_PLACE,
     LAST_OPCODES,
