@@ -208,7 +208,7 @@ def check(arguments: list[str]) -> int:
         fail(f"check: expected no arguments, found {shlex.join(arguments)}: test takes those of pytest")
     with ThreadPoolExecutor(1) as beside, tempfile.TemporaryDirectory() as folder:
         checks = beside.submit(run_checks, without=("docs", "mypy (3.13)"))
-        outcomes = [run_step("pytest", lambda: run(MPICH, "pytest", *SIDE_BY_SIDE, "--no-processes", "-q"))]
+        outcomes = [run_step("pytest", lambda: run(MPICH, "pytest", *SIDE_BY_SIDE, "--no-processes", "-m", "not rest", "-q"))]
         job = training("2", ["--steps", "20", "--eval-batches", "1", "--out", folder])
         outcomes += [run_check("train", job), *checks.result()]
     return summary(outcomes)
