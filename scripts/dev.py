@@ -391,7 +391,11 @@ def install_above(venv: Venv, beneath: Venv) -> None:
     config = configparser.ConfigParser(interpolation=None)
     config.read(ROOT / "setup.cfg")
     constraints, torch = versions(venv)
-    install(venv, constraints, *torch, *config["options.extras_require"][venv.extras].split())
+    if torch:
+        install(venv, constraints, *torch)
+    # Hazard: mpi4py loads the MPI of its own environment, where pip installs none if the same one is beneath.
+    alone = ("--ignore-installed", "--no-deps")
+    install(venv, constraints, *alone, *config["options.extras_require"][venv.extras].split())
 
 
 def versions(venv: Venv) -> tuple[Path, list[str]]:

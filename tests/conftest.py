@@ -3,6 +3,7 @@
 import os
 import subprocess
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,6 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before that of xdist, which reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect what only `--all` runs, or what needs ranks; with several processes, start the longest groups first."""
+    mark_rest(items)
     unwanted = [] if config.getoption("--all") else ["all"]
     unwanted += ["ranks", "slurm"] if config.getoption("--no-processes") else []
     left_out = [item for item in items if any(item.get_closest_marker(mark) is not None for mark in unwanted)]
@@ -64,6 +66,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if group := group_of(item):
             item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=rank_of)
+
+
+def mark_rest(items: list[pytest.Item]) -> None:
+    """Of the cases of a test on ranks that run always, keep the first and the last; `rest` is for the others."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("ranks") and not any(item.get_closest_marker(mark) for mark in ("rest", "all")):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for same in cases.values():
+        for item in same[1:-1]:
+            item.add_marker(pytest.mark.rest)
 
 
 def group_of(item: pytest.Item) -> str | None:

@@ -13,7 +13,6 @@ from torch import nn
 
 import shardrt
 from checkpoints import shared_folder
-from marks import usually
 from ranks import on_ranks
 from shardrt import FlatShard, RaggedShard, Replicate, Shard
 from shardrt.checkpoint import CheckpointError, load, save
@@ -111,7 +110,7 @@ def test_a_flipped_bit_in_columns(world: World, kind: str) -> None:
         check_places(world, folder / "0", PLACEMENTS[kind](world), torch.bfloat16)
 
 
-@pytest.mark.parametrize("kind", usually(ON_TWO_AXES, "rows and columns"))
+@pytest.mark.parametrize("kind", ON_TWO_AXES)
 @on_ranks(4)
 def test_a_flipped_bit_on_two_axes(world: World, kind: str) -> None:
     whole = torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS)

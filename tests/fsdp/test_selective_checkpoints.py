@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import shardrt
-from marks import usually
 from ranks import on_ranks
 from shardrt.comm import World
 from toys import buckets_of, overlapping, uncompiled
@@ -111,7 +110,7 @@ def sharded(whole: nn.Module, **options: Any) -> Any:
 POLICIES: dict[str, Policy] = {"products": PRODUCTS, "views": VIEWS, "all": keep_all, "prefer": prefer}
 
 
-@pytest.mark.parametrize("policy", usually(POLICIES, "products", "views"))
+@pytest.mark.parametrize("policy", POLICIES)
 @on_ranks(2, more=(1, 3))
 def test_selective_checkpoints(world: World, policy: str) -> None:
     """Outside of sharded modules; in the first steps, and where groups are gathered ahead, or are gathered by hand."""

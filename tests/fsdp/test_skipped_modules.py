@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardrt
-from marks import rest
 from ranks import on_ranks, settings_of, with_copies
 from shardrt.comm import DeviceMesh, MismatchError, World
 from toys import OddBlock, OddMLP, batch, buckets_of, compare, loss_of, refused, shard_blocks
@@ -138,7 +137,7 @@ def test_gathered_in_copies(world: World, kind: str, streams: str) -> None:
         train(world, whole, shard(copy.deepcopy(whole), **OPTIONS.get(kind, {"reshard_after_forward": 2})))
 
 
-@pytest.mark.parametrize("copies", [*rest(False), True])
+@pytest.mark.parametrize("copies", [False, True])
 @on_ranks(4)
 def test_replicas(world: World, copies: bool) -> None:
     """Each backward but the last of a step leaves the sum over the replicas out, or all of the reduction."""
@@ -189,7 +188,7 @@ def test_without_gradients(world: World) -> None:
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
-@pytest.mark.parametrize("copies", [False, *rest(True)])
+@pytest.mark.parametrize("copies", [False, True])
 @on_ranks(2, 3)
 def test_a_rank_that_runs_nothing_trainable(world: World, copies: bool, kind: str) -> None:
     """Its output has a graph all the same, whose backward reduces zeros."""

@@ -21,7 +21,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 from torch.testing._internal.two_tensor import TwoTensor
 
-from marks import rest
 from ranks import FRESH, on_ranks, run_script
 from shardrt.comm import MismatchError, World
 from shardrt.integrations import torch_distributed
@@ -151,7 +150,7 @@ def messages(world: World, group: Group, numel: int, is_async: bool) -> list[tor
     return [first, second, third]
 
 
-@pytest.mark.parametrize("is_async", [*rest(False), True], ids=["sync", "async"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("call", [all_reduces, rooted, gathers, exchanges, messages], ids=lambda call: call.__name__)
 @on_ranks(1, 2, 3, 4)
 def test_calls_are_gloos(world: World, call: Call, is_async: bool) -> None:

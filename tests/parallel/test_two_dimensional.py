@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import shardrt
-from marks import usually
 from placements import Log
 from ranks import on_ranks
 from shardrt import Partial, Replicate, Shard, distribute_tensor
@@ -138,7 +137,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("name", usually(OPTIMIZERS, "fused"))
+@pytest.mark.parametrize("name", OPTIMIZERS)
 @on_ranks(4)
 def test_optimizers_and_clipping(world: World, name: str) -> None:
     """The norm counts each element once, however a parameter lies."""
