@@ -11,7 +11,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from ...parallel.styles.modules import ParallelizedModule
 from ...tensor.dtensor.dtensor import DTensor
 from ..machine.hardware import SheetError
 from .hugging_face import fit_to_meta, is_hugging_face
-from .job import Job, ObservedJob, PlanError, Program
+from .job import Job, JobObserver, PlanError, Program
 from .recomputation import checkpoint_blocks
 
 Step = Callable[[nn.Module, Job], torch.Tensor]
@@ -85,9 +85,9 @@ def make_program(factory: Callable[..., Any], job: Job, name: str = "factory") -
     the model. Raises PlanError if the factory raises, returns no module, or makes tensors that hold data, and when the program
     runs, for what the job asks for and nobody has read.
     """
-    job = ObservedJob.of(job)
+    observer = JobObserver(job)
     with torch.device("meta"):
-        model, step = _call(factory, job, name)
+        model, step = _call(factory, observer.job, name)
     check_meta(model, name)
     if is_hugging_face(model):
         fit_to_meta(model)
@@ -102,17 +102,17 @@ def make_program(factory: Callable[..., Any], job: Job, name: str = "factory") -
             'job.expert_mesh()["ep"] and ExpertParallel() in the factory'
         )
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
-        shard_model(model, job, name)
+        shard_model(model, observer.job, name)
     model.train()
 
     def one_micro_batch() -> torch.Tensor:
         with told(f"{name}: the forward on the meta device failed:"), torch.device("meta"):
-            loss = step(model, job)
+            loss = step(model, observer.job)
         _check_made(loss, job, name)
-        _check_reads(job, name)
+        _check_reads(job, observer.reads, name)
         return loss
 
-    return Program(model, one_micro_batch, job.reads, job.received)
+    return Program(model, one_micro_batch, observer.reads, observer.received)
 
 
 def _call(factory: Callable[..., Any], job: Job, name: str) -> tuple[nn.Module, Step]:
@@ -161,9 +161,9 @@ def has_divided_experts(module: nn.Module) -> bool:
     return isinstance(module, RoutedExpertsModule | SortedExpertsModule)
 
 
-def _check_reads(job: ObservedJob, name: str) -> None:
+def _check_reads(job: Job, reads: Set[str], name: str) -> None:
     """Raise PlanError for what is not the default, and that neither the factory nor `shard_model` has read."""
-    reads, default = set(job.reads), Job(job.ranks)
+    default = Job(job.ranks)
     for field in _TAKES_EFFECT:
         value = getattr(job, field)
         if field not in reads and value != getattr(default, field):
@@ -174,17 +174,7 @@ def _check_reads(job: ObservedJob, name: str) -> None:
 
 
 _TAKES_EFFECT = (
-    *(
-        "tp",
-        "cp",
-        "ep",
-        "replicas",
-        "reshard_after_forward",
-        "mp_policy",
-        "offload_policy",
-        "quantization_policy",
-        "prefetch_policy",
-    ),
+    *("cp", "replicas", "reshard_after_forward", "mp_policy", "offload_policy", "quantization_policy", "prefetch_policy"),
     "checkpoint_activations",
 )
 

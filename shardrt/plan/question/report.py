@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from ..machine.hardware import Sheet
@@ -298,5 +298,5 @@ def as_json(plan: PlannedJob) -> dict[str, Any]:
 
 def _plain(job: Job) -> dict[str, Any]:
     """A job's fields; policies as text."""
-    fields = {name: getattr(job, name) for name in job.__dataclass_fields__}
-    return {name: value if isinstance(value, int | str | None) else repr(value) for name, value in fields.items()}
+    shown = {each.name: getattr(job, each.name) for each in fields(job) if each.repr}
+    return {name: value if isinstance(value, int | str | None) else repr(value) for name, value in shown.items()}
