@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ...comm.startup.dry import DryWorld, dry_world
-from ...fsdp.api.module import FSDPModule
+from ...fsdp.api.module import FSDPModule, set_stage_backward
 from ...fsdp.base.events import observing
 from ...fsdp.params.layout import fsdp2_padding
 from ...fsdp.schedule.param_group import ParamGroup
@@ -187,10 +187,10 @@ class _ProgramSteps:
         job, is_last = self.job, micro_batch == self.job.micro_batches - 1
         for module in (module for group in self.groups if group.parent is None for module in group.modules):
             assert isinstance(module, FSDPModule), "it has a group"
-            module.set_requires_gradient_sync(is_last or (job.pp == 1 and job.gradient_sync == "every"))
             if job.pp > 1:
-                module.set_is_last_backward(is_last)
-                module.set_reshard_after_backward(is_last or job.reshard_after_forward is not False)
+                set_stage_backward(module, is_last=is_last, keeps_parameters=job.reshard_after_forward is False)
+            else:
+                module.set_requires_gradient_sync(is_last or job.gradient_sync == "every")
         if self._is_last_stage():
             made.backward()
         else:
