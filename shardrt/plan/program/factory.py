@@ -50,7 +50,7 @@ def with_named_step(factory: Callable[..., Any], name: str, step: str) -> Callab
     one_micro_batch = _load(step, "step", "a function step(model, job) that returns the loss")
 
     def with_step(job: Job) -> tuple[Any, Any]:
-        made = factory(job) if _takes_a_job(factory) else factory()
+        made = _made(factory, job)
         if isinstance(made, tuple):
             raise PlanError(f"{name}: the factory returns a step of its own; expected a module, with --step {step}")
         return made, one_micro_batch
@@ -68,14 +68,14 @@ def _load(name: str, what: str, expected: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         raise PlanError(f"{what} {name}: the module does not import: {describe(error)}") from error
-    factory: Any = module
+    found: Any = module
     for part in attribute.split("."):
-        if not hasattr(factory, part):
+        if not hasattr(found, part):
             raise PlanError(f"{what} {name}: {module_name} has no {attribute!r}")
-        factory = getattr(factory, part)
-    if not callable(factory):
-        raise PlanError(f"{what} {name}: expected {expected}, found {type(factory).__name__}")
-    return factory
+        found = getattr(found, part)
+    if not callable(found):
+        raise PlanError(f"{what} {name}: expected {expected}, found {type(found).__name__}")
+    return found
 
 
 def make_program(factory: Callable[..., Any], job: Job, name: str = "factory") -> Program:
@@ -117,7 +117,7 @@ def make_program(factory: Callable[..., Any], job: Job, name: str = "factory") -
 
 def _call(factory: Callable[..., Any], job: Job, name: str) -> tuple[nn.Module, Step]:
     with told(f"{name} raised"):
-        made = factory(job) if _takes_a_job(factory) else factory()
+        made = _made(factory, job)
     model, step = made if isinstance(made, tuple) and len(made) == 2 else (made, language_model_step)
     if not isinstance(model, nn.Module):
         raise PlanError(f"{name}: expected an nn.Module, or a module and a step, found {_kind(made)}")
@@ -126,14 +126,13 @@ def _call(factory: Callable[..., Any], job: Job, name: str) -> tuple[nn.Module, 
     return model, step
 
 
-def _takes_a_job(factory: Callable[..., Any]) -> bool:
+def _made(factory: Callable[..., Any], job: Job) -> Any:
+    """What the factory returns. It is given the job if it takes an argument."""
     try:
-        parameters = inspect.signature(factory).parameters.values()
+        takes = [each for each in inspect.signature(factory).parameters.values() if each.default is each.empty]
     except ValueError:  # a function in C has no signature
-        return False
-    return any(
-        each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters if each.default is each.empty
-    )
+        takes = []
+    return factory(job) if any(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in takes) else factory()
 
 
 def _check_made(made: object, job: Job, name: str) -> None:

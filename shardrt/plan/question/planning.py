@@ -113,9 +113,9 @@ def plan_of(options: argparse.Namespace) -> PlannedJob:
     divided = None if options.best is None else _splits(planner, job, options.best)
     job = job if divided is None else divided.found[0].job
     found = _recorded(planner, job, options.plot, options.timeline)
-    plan = PlannedJob(
-        name, planner.numel, job, sheet, planner.ranks_per_node, found, unread=_unread(job, planner.reads), splits=divided
-    )
+    stated, reads = ("batch",) if job.sequence is None else ("batch", "sequence"), planner.reads
+    unread = tuple(size for size in stated if size not in reads)
+    plan = PlannedJob(name, planner.numel, job, sheet, planner.ranks_per_node, found, unread=unread, splits=divided)
     return plan if options.no_search else _searched(plan, planner)
 
 
@@ -140,12 +140,6 @@ def _splits(planner: Planner, job: Job, axes: Sequence[str]) -> Splits:
     return found
 
 
-def _unread(job: Job, reads: Set[str]) -> tuple[str, ...]:
-    """The sizes that the job states and the step does not look at."""
-    sizes = ("batch",) if job.sequence is None else ("batch", "sequence")
-    return tuple(size for size in sizes if size not in reads)
-
-
 def _searched(plan: PlannedJob, planner: Planner) -> PlannedJob:
     """The plan with what more forecasts say."""
     job = plan.job
@@ -163,9 +157,9 @@ def _recorded(planner: Planner, job: Job, plot: Path | None, timeline: Path | No
         return planner.forecast(job)
     if plot is not None:
         check_plot(plot)
-    if timeline is not None and timeline.exists() and not timeline.is_dir():
-        raise PlanError(f"--timeline {timeline}: expected a folder")
     if timeline is not None:
+        if timeline.exists() and not timeline.is_dir():
+            raise PlanError(f"--timeline {timeline}: expected a folder")
         timeline.mkdir(parents=True, exist_ok=True)  # an OSError in the step would be one of the step
     recorded, history = Timeline(timeline), History()
     found = planner.forecast(job, timeline=recorded, history=history)

@@ -73,30 +73,22 @@ class PlannedJob:
 
 def lines(plan: PlannedJob) -> Iterator[str]:
     """The report, line by line."""
-    if plan.splits is not None:
-        yield from _splits(plan.splits, plan.job.ranks)
-        yield ""
-    yield from _heading(plan)
-    yield ""
-    yield from _memory(plan)
-    yield ""
-    yield from _traffic(plan.forecast)
-    yield ""
-    yield from _time(plan.forecast)
-    yield ""
-    if plan.forecast.stages:
-        yield from _stages(plan)
-        yield ""
+    found = plan.forecast
+    for part in (_splits(plan), _heading(plan), _memory(plan), _traffic(found), _time(found), _stages(plan)):
+        if shown := list(part):
+            yield from (*shown, "")
     yield from _results(plan)
 
 
 _SHOWN = 10  # splits
 
 
-def _splits(splits: Splits, ranks: int) -> Iterator[str]:
-    """The table of the best ways to divide the job."""
+def _splits(plan: PlannedJob) -> Iterator[str]:
+    """The table of the best ways to divide the job, if some were looked for."""
+    if (splits := plan.splits) is None:
+        return
     fitting = sum(split.fits for split in splits.found)
-    yield f"{len(splits.found)} ways to divide {ranks:,} ranks, {fitting} of them fit; the best ones:"
+    yield f"{len(splits.found)} ways to divide {plan.job.ranks:,} ranks, {fitting} of them fit; the best ones:"
     yield "".join(f"{name:>8}" for name in (*AXES, "shards")) + "".join(
         f"{name:>15}" for name in ("micro-batches", "peak GiB", "step s", "tokens/s")
     )
@@ -163,7 +155,9 @@ def _time(forecast: Forecast) -> Iterator[str]:
 
 
 def _stages(plan: PlannedJob) -> Iterator[str]:
-    """The table of the stages of a pipeline."""
+    """The table of the stages of a pipeline, if it is one."""
+    if not plan.forecast.stages:
+        return
     job, columns = plan.job, ("parameters", "in flight", "peak GiB", "busy s", "bubble s")
     yield f"{f'stages, {job.schedule}':<{_LABEL}}" + "".join(f"{column:>{_NUMBER}}" for column in columns)
     for stage, each in enumerate(plan.forecast.stages):
