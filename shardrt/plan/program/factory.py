@@ -106,7 +106,7 @@ def make_program(factory: Callable[..., Any], job: Job, name: str = "factory") -
     model.train()
 
     def one_micro_batch() -> torch.Tensor:
-        with told(f"{name}: the forward on the meta device failed:"), torch.device("meta"):
+        with as_plan_error(f"{name}: the forward on the meta device failed:"), torch.device("meta"):
             loss = step(model, observer.job)
         _check_made(loss, job, name)
         _check_reads(job, observer.reads, name)
@@ -116,7 +116,7 @@ def make_program(factory: Callable[..., Any], job: Job, name: str = "factory") -
 
 
 def _call(factory: Callable[..., Any], job: Job, name: str) -> tuple[nn.Module, Step]:
-    with told(f"{name} raised"):
+    with as_plan_error(f"{name} raised"):
         made = _made(factory, job)
     model, step = made if isinstance(made, tuple) and len(made) == 2 else (made, language_model_step)
     if not isinstance(model, nn.Module):
@@ -256,7 +256,7 @@ def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def told(what: str) -> Iterator[None]:
+def as_plan_error(what: str) -> Iterator[None]:
     """Raise a PlanError that begins so for whatever else the `with` block raises, or ends the process by."""
     try:
         yield

@@ -19,10 +19,11 @@ from ...timeline.timeline import Timeline
 from ..machine.cost import Costs
 from ..machine.hardware import Curve, Sheet, load_sheet
 from ..program.configurations import configured_factory
-from ..program.factory import load_factory, make_program, told, with_named_step
+from ..program.factory import as_plan_error, load_factory, make_program, with_named_step
 from ..program.forecast_result import Forecast
 from ..program.job import Job, PlanError, Program
 from ..program.known_models import PRESETS
+from ..program.names import GRADIENT_SYNCS
 from ..program.presets import preset_factory
 from ..run.forecast import forecast
 from ..run.history import KINDS, History
@@ -66,7 +67,7 @@ class Planner:
         """
         costs = Costs(sheet or self.sheet, self.ranks_per_node)
         self.numel, self._reads = 0, []
-        with told(f"{self.name}: the step on the meta device failed:"):
+        with as_plan_error(f"{self.name}: the step on the meta device failed:"):
             return forecast(self._make, job, costs, timeline=timeline, history=history)
 
     def largest_batch(self, job: Job, found: Forecast, capacity: int) -> int:
@@ -147,7 +148,7 @@ def _searched(plan: PlannedJob, planner: Planner) -> PlannedJob:
     pays = planner.pays_below(job) if job.quantization_policy else None
     other = None
     if job.micro_batches > 1 and job.pp == 1:
-        other = planner.forecast(replace(job, gradient_sync="last" if job.gradient_sync == "every" else "every"))
+        other = planner.forecast(replace(job, gradient_sync=GRADIENT_SYNCS[job.gradient_sync]))
     return replace(plan, largest_batch=largest, pays_below=pays, other_sync=other)
 
 

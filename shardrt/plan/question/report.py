@@ -11,7 +11,7 @@ from typing import Any
 from ..machine.hardware import Sheet
 from ..program.forecast_result import Forecast
 from ..program.job import Job
-from ..program.names import AXES
+from ..program.names import AXES, GRADIENT_SYNCS
 from ..program.pipeline import forwards_ahead
 from .search import MOST
 from .splits import Splits
@@ -196,7 +196,7 @@ def _reductions(plan: PlannedJob) -> Iterator[str]:
     used = plan.job.gradient_sync
     yield _text("gradients", f"reduced in {_SYNCS[used]}")
     if plan.other_sync is not None:
-        other = "last" if used == "every" else "every"
+        other = GRADIENT_SYNCS[used]
         verdict = "fits" if plan.has_room(plan.other_sync) else "does NOT fit"
         costs = f"peak {_gib(plan.other_sync.peak_nbytes)} GiB, {verdict}; step {_seconds(plan.other_sync.step_seconds)} s"
         yield _text("", f"--gradient-sync {other}, in {_SYNCS[other]}: {costs}")
