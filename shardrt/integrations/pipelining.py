@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import pipelining
 
 from ..comm import Communicator, ReduceOp, world
-from ..fsdp.api.module import FSDPModule
+from ..fsdp.api.module import FSDPModule, set_stage_backward
 from ..tensor.dtensor.group_registry import stages_of
 from ..tensor.operations.reductions import combine_on
 from ..torch_internals import Found, after_unscaling
@@ -97,9 +97,7 @@ class PipelineStage(pipelining.PipelineStage):
         assert isinstance(sharded, FSDPModule), "checked when it was made"
         self._backwards += 1
         is_last = self._backwards == self.chunks
-        sharded.set_requires_gradient_sync(is_last)
-        sharded.set_is_last_backward(is_last)
-        sharded.set_reshard_after_backward(is_last or not self._keeps)
+        set_stage_backward(sharded, is_last=is_last, keeps_parameters=self._keeps)
         super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=True, last_backward=is_last)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:

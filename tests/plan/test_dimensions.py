@@ -220,6 +220,17 @@ def figures(found: Forecast) -> dict[str, float]:
     return {**flat, "peak_at": found.peak_at.seconds}
 
 
+def test_a_copy_of_a_job_receives_as_the_job_does() -> None:
+    """A factory may go on with a job in which it has replaced something."""
+
+    def copied(job: Job) -> Any:
+        model, step = staged(job)
+        return model, lambda model, job: step(model, dataclasses.replace(job, optimizer="sgd"))
+
+    job = Job(4, pp=2, micro_batches=3)
+    assert forecast_of(copied, job) == forecast_of(staged, job)
+
+
 def careless(job: Job) -> Any:
     return staged(Job(job.ranks))[0], lambda model, job: model(torch.empty(ROWS, WIDTH)).sum()
 

@@ -22,7 +22,7 @@ from shardrt.fsdp.base.policy import MixedPrecisionPolicy, PrefetchPolicy, Quant
 from shardrt.plan.__main__ import main
 from shardrt.plan.machine.hardware import Curve, Memory, load_sheet
 from shardrt.plan.program.factory import blocks, check_meta, load_factory, make_program
-from shardrt.plan.program.job import Job, PlanError
+from shardrt.plan.program.job import Job, JobObserver, PlanError
 from shardrt.plan.program.known_models import PRESETS
 from shardrt.plan.program.presets import preset_factory
 from shardrt.plan.program.recomputation import checkpoint_block, selective_contexts
@@ -32,6 +32,8 @@ from shardrt.plan.run.history import History
 from toys import uncompiled
 
 FACTORIES = """
+import dataclasses
+
 import torch
 from torch import nn
 
@@ -90,6 +92,10 @@ def sharded_by_itself(job):
     model = Stack()
     shardrt.fully_shard(model, mesh=job.mesh(), reshard_after_forward=False)
     return model
+
+def replaced(job):
+    mine = dataclasses.replace(job, mp_policy=shardrt.MixedPrecisionPolicy(torch.bfloat16))
+    return shardrt.fully_shard(Stack(), **mine.shard_options())
 
 def sharded_everywhere():
     return shardrt.fully_shard(Stack())
@@ -256,6 +262,22 @@ def test_a_sharded_model_is_taken_as_it_is() -> None:
     assert [name for name, module in model.named_modules() if isinstance(module, FSDPModule)] == [""]
 
 
+def test_a_job_knows_what_is_read_of_it_and_of_its_copies() -> None:
+    """A copy that `dataclasses.replace` makes has the other fields; what it has got instead is no field of the job."""
+    asked = Job(8, batch=5000, replicas=2)
+    observer = JobObserver(asked)
+    assert observer.reads == set()
+    assert observer.job.batch == 5000
+    assert observer.reads == {"batch"}
+    assert program("replaced", reshard_after_forward=False).param_group.mp_policy.param_dtype is torch.bfloat16
+    copy = dataclasses.replace(observer.job, replicas=4)
+    assert "replicas" not in observer.reads
+    assert copy.shards == 2
+    assert "replicas" not in observer.reads
+    assert repr(copy) == repr(dataclasses.replace(asked, replicas=4))
+    assert copy == dataclasses.replace(asked, replicas=4)
+
+
 def test_the_options_of_a_job_reach_the_groups() -> None:
     half = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = program("stack", ranks=8, replicas=2, mp_policy=half, reshard_after_forward=2, prefetch_policy=PrefetchPolicy(0))
@@ -270,8 +292,8 @@ def test_the_options_of_a_job_reach_the_groups() -> None:
     [
         ("real", {}, r"real: parameter 'head.bias' is on cpu and holds data; expected the meta device"),
         ("nothing", {}, r"nothing: expected an nn.Module, or a module and a step, found NoneType"),
-        ("raises", {}, r"raises raised RuntimeError: no such thing \(.*plan_factories.py:43\)"),
-        ("reads_data", {}, r"reads_data: the forward on the meta device failed: RuntimeError: .*meta.*plan_factories.py:46\)"),
+        ("raises", {}, r"raises raised RuntimeError: no such thing \(.*plan_factories.py:45\)"),
+        ("reads_data", {}, r"reads_data: the forward on the meta device failed: RuntimeError: .*meta.*plan_factories.py:48\)"),
         ("raises_in_forward", {}, r"failed: RuntimeError: .*plan_factories.py:\d+\)"),
         ("no_loss", {}, r"expected a step that returns the loss, a tensor of one element; found Tensor of shape \(1, 2, 11\)"),
         ("stack", {"sequence": None}, r"expected a sequence length \(--sequence\)"),
@@ -281,6 +303,7 @@ def test_the_options_of_a_job_reach_the_groups() -> None:
         ("sharded_by_itself", {"prefetch_policy": PrefetchPolicy(0)}, r"does not read job.prefetch_policy: use it there"),
         ("sharded_everywhere", {"reshard_after_forward": False}, r"reshard_after_forward=False has no effect"),
         ("sharded_everywhere", {"replicas": 2}, r"replicas=2 has no effect"),
+        ("replaced", {"mp_policy": MixedPrecisionPolicy(torch.float16)}, r"mp_policy=.*float16.* has no effect"),
         ("sharded_everywhere", {"tp": 2}, r"no module is tensor-parallel, with tp=2"),
         ("stack", {"checkpoint_activations": 4}, r"every 4th block is to be recomputed, of 3; expected at most 3"),
         ("no_blocks", {"checkpoint_activations": True}, r"no nn.ModuleList whose elements could be checkpointed"),

@@ -535,6 +535,13 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
     _sharded(modules, "share_comm_ctx")
 
 
+def set_stage_backward(stage: FSDPModule, *, is_last: bool, keeps_parameters: bool) -> None:
+    """Before each backward of a pipeline's stage: the last one of a step reduces, and frees parameters that others keep."""
+    stage.set_requires_gradient_sync(is_last)
+    stage.set_is_last_backward(is_last)
+    stage.set_reshard_after_backward(is_last or not keeps_parameters)
+
+
 def _sharded(modules: Sequence[FSDPModule], call: str) -> Sequence[FSDPModule]:
     """The same modules. Raises ValueError, which names the call, for one that is not sharded."""
     for module in modules:

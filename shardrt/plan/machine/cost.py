@@ -137,18 +137,22 @@ class Costs:
     """Seconds and bytes on a machine. per_node: ranks on a node, where not all of the sheet's.
 
     spent: seconds by what they were bound by, of all that was asked for; whoever begins a step clears it.
+    launch_seconds: the host's time for one operation beside the device; 0 where the host is the device, and `kernel` has it.
     """
 
     def __init__(self, sheet: Sheet, per_node: int | None = None) -> None:
         self.sheet = sheet
         self.per_node = per_node or sheet.ranks_per_node
         self.spent = dict.fromkeys(Bound, 0.0)
-        self._is_host = sheet.device == "cpu"
+        self.is_host = sheet.device == "cpu"
+        self.launch_seconds = 0.0 if self.is_host else sheet.overhead.operation
 
     def kernel(self, work: OperationWork) -> float:
         """The seconds of work on the device; on the host, with the time to call it."""
         sheet = self.sheet
-        overhead = self.host_seconds(work) if self._is_host else sheet.overhead.kernel if work.is_launched else 0.0
+        overhead = sheet.overhead.operation if self.is_host else sheet.overhead.kernel
+        if not work.is_launched:
+            overhead *= UNLAUNCHED if self.is_host else 0.0
         flops = sheet.compute.flops.get(str(work.dtype).removeprefix("torch."), sheet.compute.flops["float32"])
         arithmetic = 0.0
         if work.scored and sheet.compute.attention is not None:
@@ -160,15 +164,6 @@ class Costs:
         self.spent[Bound.OVERHEAD] += overhead
         self.spent[Bound.ARITHMETIC if arithmetic > memory else Bound.MEMORY] += max(arithmetic, memory)
         return overhead + max(arithmetic, memory)
-
-    def host_seconds(self, work: OperationWork) -> float:
-        """The host's time for an operation, wherever it runs."""
-        return self.sheet.overhead.operation * (1.0 if work.is_launched else UNLAUNCHED)
-
-    @property
-    def launch_seconds(self) -> float:
-        """The host's time for one operation beside the device; 0 where the host is the device, and `kernel` has it."""
-        return 0.0 if self._is_host else self.sheet.overhead.operation
 
     def traffic(self, calls: Sequence[CollectiveCall]) -> Traffic:
         """What a call, or the calls of a group, move together."""

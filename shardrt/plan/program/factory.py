@@ -11,7 +11,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from ...parallel.styles.modules import ParallelizedModule
 from ...tensor.dtensor.dtensor import DTensor
 from ..machine.hardware import SheetError
 from .hugging_face import fit_to_meta, is_hugging_face
-from .job import Job, ObservedJob, PlanError, Program
+from .job import Job, JobObserver, PlanError, Program
 from .recomputation import checkpoint_blocks
 
 Step = Callable[[nn.Module, Job], torch.Tensor]
@@ -50,7 +50,7 @@ def with_named_step(factory: Callable[..., Any], name: str, step: str) -> Callab
     one_micro_batch = _load(step, "step", "a function step(model, job) that returns the loss")
 
     def with_step(job: Job) -> tuple[Any, Any]:
-        made = factory(job) if _takes_a_job(factory) else factory()
+        made = _made(factory, job)
         if isinstance(made, tuple):
             raise PlanError(f"{name}: the factory returns a step of its own; expected a module, with --step {step}")
         return made, one_micro_batch
@@ -68,14 +68,14 @@ def _load(name: str, what: str, expected: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         raise PlanError(f"{what} {name}: the module does not import: {describe(error)}") from error
-    factory: Any = module
+    found: Any = module
     for part in attribute.split("."):
-        if not hasattr(factory, part):
+        if not hasattr(found, part):
             raise PlanError(f"{what} {name}: {module_name} has no {attribute!r}")
-        factory = getattr(factory, part)
-    if not callable(factory):
-        raise PlanError(f"{what} {name}: expected {expected}, found {type(factory).__name__}")
-    return factory
+        found = getattr(found, part)
+    if not callable(found):
+        raise PlanError(f"{what} {name}: expected {expected}, found {type(found).__name__}")
+    return found
 
 
 def make_program(factory: Callable[..., Any], job: Job, name: str = "factory") -> Program:
@@ -85,9 +85,9 @@ def make_program(factory: Callable[..., Any], job: Job, name: str = "factory") -
     the model. Raises PlanError if the factory raises, returns no module, or makes tensors that hold data, and when the program
     runs, for what the job asks for and nobody has read.
     """
-    job = ObservedJob.of(job)
+    observer = JobObserver(job)
     with torch.device("meta"):
-        model, step = _call(factory, job, name)
+        model, step = _call(factory, observer.job, name)
     check_meta(model, name)
     if is_hugging_face(model):
         fit_to_meta(model)
@@ -102,22 +102,22 @@ def make_program(factory: Callable[..., Any], job: Job, name: str = "factory") -
             'job.expert_mesh()["ep"] and ExpertParallel() in the factory'
         )
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
-        shard_model(model, job, name)
+        shard_model(model, observer.job, name)
     model.train()
 
     def one_micro_batch() -> torch.Tensor:
-        with told(f"{name}: the forward on the meta device failed:"), torch.device("meta"):
-            loss = step(model, job)
+        with as_plan_error(f"{name}: the forward on the meta device failed:"), torch.device("meta"):
+            loss = step(model, observer.job)
         _check_made(loss, job, name)
-        _check_reads(job, name)
+        _check_reads(job, observer.reads, name)
         return loss
 
-    return Program(model, one_micro_batch, job.reads, job.received)
+    return Program(model, one_micro_batch, observer.reads, observer.received)
 
 
 def _call(factory: Callable[..., Any], job: Job, name: str) -> tuple[nn.Module, Step]:
-    with told(f"{name} raised"):
-        made = factory(job) if _takes_a_job(factory) else factory()
+    with as_plan_error(f"{name} raised"):
+        made = _made(factory, job)
     model, step = made if isinstance(made, tuple) and len(made) == 2 else (made, language_model_step)
     if not isinstance(model, nn.Module):
         raise PlanError(f"{name}: expected an nn.Module, or a module and a step, found {_kind(made)}")
@@ -126,14 +126,13 @@ def _call(factory: Callable[..., Any], job: Job, name: str) -> tuple[nn.Module, 
     return model, step
 
 
-def _takes_a_job(factory: Callable[..., Any]) -> bool:
+def _made(factory: Callable[..., Any], job: Job) -> Any:
+    """What the factory returns. It is given the job if it takes an argument."""
     try:
-        parameters = inspect.signature(factory).parameters.values()
+        takes = [each for each in inspect.signature(factory).parameters.values() if each.default is each.empty]
     except ValueError:  # a function in C has no signature
-        return False
-    return any(
-        each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters if each.default is each.empty
-    )
+        takes = []
+    return factory(job) if any(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in takes) else factory()
 
 
 def _check_made(made: object, job: Job, name: str) -> None:
@@ -161,9 +160,9 @@ def has_divided_experts(module: nn.Module) -> bool:
     return isinstance(module, RoutedExpertsModule | SortedExpertsModule)
 
 
-def _check_reads(job: ObservedJob, name: str) -> None:
+def _check_reads(job: Job, reads: Set[str], name: str) -> None:
     """Raise PlanError for what is not the default, and that neither the factory nor `shard_model` has read."""
-    reads, default = set(job.reads), Job(job.ranks)
+    default = Job(job.ranks)
     for field in _TAKES_EFFECT:
         value = getattr(job, field)
         if field not in reads and value != getattr(default, field):
@@ -174,17 +173,7 @@ def _check_reads(job: ObservedJob, name: str) -> None:
 
 
 _TAKES_EFFECT = (
-    *(
-        "tp",
-        "cp",
-        "ep",
-        "replicas",
-        "reshard_after_forward",
-        "mp_policy",
-        "offload_policy",
-        "quantization_policy",
-        "prefetch_policy",
-    ),
+    *("cp", "replicas", "reshard_after_forward", "mp_policy", "offload_policy", "quantization_policy", "prefetch_policy"),
     "checkpoint_activations",
 )
 
@@ -267,7 +256,7 @@ def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def told(what: str) -> Iterator[None]:
+def as_plan_error(what: str) -> Iterator[None]:
     """Raise a PlanError that begins so for whatever else the `with` block raises, or ends the process by."""
     try:
         yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class Job:
     are kept in between.
     optimizer: one of `OPTIMIZERS`.   checkpoint_activations: what the backward computes again, of the blocks: True: all of each
     block; a number n: all of every n-th one; "op": each block but for attention and every second matrix multiplication.
+    observer: the planner's, of the job that a factory and its step get.
     Raises PlanError for numbers below 1, parts that do not divide the ranks, an unknown optimizer or other name, and codes that
     no rank gets.
     """
@@ -62,6 +63,7 @@ class Job:
     quantization_policy: QuantizationPolicy = field(default_factory=QuantizationPolicy)
     prefetch_policy: PrefetchPolicy = field(default_factory=PrefetchPolicy)
     checkpoint_activations: bool | int | str = False
+    observer: JobObserver | None = field(default=None, kw_only=True, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("ranks", "tp", "cp", "ep", "pp", "replicas", "batch", "micro_batches", "sequence"):
@@ -130,11 +132,9 @@ class Job:
         if self.stage == 0:
             raise PlanError(f"receive{shape} on stage 0 of {self.pp}: expected a later stage; the first one makes its input")
         found = Message(shape, dtype or self.mp_policy.param_dtype or torch.get_default_dtype())
-        self._note(found)
+        if self.observer is not None:
+            self.observer.received.append(found)
         return receive(self.mesh()["pp"], *found)
-
-    def _note(self, received: Message) -> None:
-        """Do nothing: an `ObservedJob` keeps it."""
 
     def mesh(self) -> DeviceMesh:
         """Over the ranks of the world: axes "pp", "replicate", "shard", "tp". One of one rank is left out, but for "shard"."""
@@ -161,36 +161,41 @@ class Job:
         }
 
 
-class ObservedJob(Job):
-    """A job, as a factory and its step get it, that knows which of its fields have been read.
+class JobObserver:
+    """What a factory and its step do with a job, and with the copies that `dataclasses.replace` has made of it.
 
-    What nobody reads has no effect, which whoever has asked for it is to be told.
+    job: the same one, for them.   reads: its fields that they have read, or kept in a copy; what nobody reads has no effect,
+    which whoever has asked for it is to be told.   received: what they have received.
     """
 
-    # Of one that `dataclasses.replace` has made: nobody asks it.
-    reads: set[str] = set()  # noqa: RUF012
-    received: list[Message] = []  # noqa: RUF012
+    def __init__(self, asked: Job) -> None:
+        self.reads = set[str]()
+        self.received = list[Message]()
+        self._asked = asked
+        self.job = replace(asked, observer=self)
+        self.reads.clear()  # what its checks have read
 
-    @classmethod
-    def of(cls, job: Job) -> ObservedJob:
-        """The same job; nothing has been read."""
-        made = cls.__new__(cls)
-        for name in _FIELDS:
-            object.__setattr__(made, name, getattr(job, name))
-        object.__setattr__(made, "reads", set())
-        object.__setattr__(made, "received", [])
-        return made
-
-    def _note(self, received: Message) -> None:
-        self.received.append(received)
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in _FIELDS:
+    def note(self, name: str, value: object) -> None:
+        """A field has been read. What a copy has got in its place is not what was asked for."""
+        if value is getattr(self._asked, name):
             self.reads.add(name)
-        return super().__getattribute__(name)
 
 
-_FIELDS = frozenset(each.name for each in fields(Job))
+def _observed(name: str, slot: Any) -> property:
+    """The field of a job that `slot` keeps; the job's observer is told when it is read."""
+
+    def read(job: Job) -> Any:
+        value = slot.__get__(job)
+        if job.observer is not None:
+            job.observer.note(name, value)
+        return value
+
+    return property(read, slot.__set__)
+
+
+for _field in fields(Job):
+    if _field.compare:
+        setattr(Job, _field.name, _observed(_field.name, getattr(Job, _field.name)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,5 +2,5 @@
 
 AXES = ("pp", "tp", "cp", "ep")
 OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}  # names in torch.optim
-GRADIENT_SYNCS = ("every", "last")  # micro-batches that reduce
+GRADIENT_SYNCS = {"every": "last", "last": "every"}  # micro-batches that reduce, and the other choice
 SCHEDULES = ("1f1b", "gpipe")  # orders of forwards and backwards in a pipeline

@@ -151,15 +151,24 @@ def finish_times(runs: Sequence[StageRun]) -> list[float]:
     return clocks
 
 
-def pipelined(forecasts: Sequence[Forecast], runs: Sequence[StageRun], numels: Sequence[int]) -> Forecast:
-    """The forecast of a step of all stages: memory and times are those of the stage that needs most memory.
+class StageAlone(NamedTuple):
+    """What a stage does if it waits for no other. numel: of its parameters.   received: in the forward of a micro-batch."""
 
-    forecasts, runs, numels: of the stages alone, in order. The step ends when the last of them has done its optimizer's.
+    forecast: Forecast
+    run: StageRun
+    numel: int
+    received: list[Message]
+
+
+def pipelined(stages: Sequence[StageAlone]) -> Forecast:
+    """The forecast of a step of all stages, in order: memory and times are those of the stage that needs most memory.
+
+    The step ends when the last of them has done its optimizer's.
     """
-    ends = [end + each.optimizer_seconds for end, each in zip(finish_times(runs), forecasts, strict=True)]
-    step = max(ends)
-    fullest = max(range(len(forecasts)), key=lambda stage: forecasts[stage].peak_nbytes)
-    found = forecasts[fullest]
+    ends = finish_times([stage.run for stage in stages])
+    step = max(end + stage.forecast.optimizer_seconds for end, stage in zip(ends, stages, strict=True))
+    fullest = max(range(len(stages)), key=lambda stage: stages[stage].forecast.peak_nbytes)
+    found = stages[fullest].forecast
     bubble = step - found.step_seconds
     bounds = {bound: part * found.step_seconds / step for bound, part in found.bounds.items()} if step else {}
     bounds = dict(sorted([*bounds.items(), (BUBBLE, bubble / step)], key=lambda item: -item[1])) if step else {}
@@ -167,12 +176,12 @@ def pipelined(forecasts: Sequence[Forecast], runs: Sequence[StageRun], numels: S
         found,
         step_seconds=step,
         bubble_seconds=bubble,
-        model_flops=sum(each.model_flops for each in forecasts) // len(forecasts),
+        model_flops=sum(stage.forecast.model_flops for stage in stages) // len(stages),
         bound=next(iter(bounds), ""),
         bounds=bounds,
         stages=tuple(
-            StageForecast(numel, each.peak_nbytes, each.step_seconds, step - each.step_seconds)
-            for each, numel in zip(forecasts, numels, strict=True)
+            StageForecast(numel, alone.peak_nbytes, alone.step_seconds, step - alone.step_seconds)
+            for alone, _, numel, _ in stages
         ),
         fullest_stage=fullest,
     )

@@ -36,7 +36,11 @@ def preset_factory(name: str) -> Callable[[Job], tuple[nn.Module, Step]]:
     if name not in PRESETS:
         raise PlanError(f"preset {name!r}: expected one of {', '.join(PRESETS)}")
     preset = PRESETS[name]
-    config_class, model_class = _classes(name, preset)
+    with importing_transformers(f"preset {name}"):
+        import transformers
+
+        config_class: Any = getattr(transformers, f"{preset.kind}Config")
+        model_class: Any = getattr(transformers, f"{preset.kind}{preset.head}")
 
     def make(job: Job) -> tuple[nn.Module, Step]:
         if job.sequence is not None and job.sequence > preset.context:
@@ -48,7 +52,7 @@ def preset_factory(name: str) -> Callable[[Job], tuple[nn.Module, Step]]:
         model = model_class(config_class(**config, use_cache=False))
         fit_to_meta(model)
         if job.pp > 1:
-            _keep_ends(model.model, model, job)
+            _keep_ends(model, job)
         if job.tp > 1:
             _check_tensor_parallel(name, preset, job.tp)
             parallelize_module(model, job.mesh()["tp"], _present(llama_plan(), job))
@@ -59,13 +63,6 @@ def preset_factory(name: str) -> Callable[[Job], tuple[nn.Module, Step]]:
         return model, _step
 
     return make
-
-
-def _classes(name: str, preset: Preset) -> tuple[Callable[..., Any], Callable[..., nn.Module]]:
-    with importing_transformers(f"preset {name}"):
-        import transformers
-
-        return getattr(transformers, f"{preset.kind}Config"), getattr(transformers, f"{preset.kind}{preset.head}")
 
 
 def _step(model: nn.Module, job: Job) -> torch.Tensor:
@@ -93,12 +90,12 @@ def _check_stages(name: str, preset: Preset, pp: int) -> None:
         raise PlanError(f"preset {name} with pp={pp}: expected at most its {layers} layers")
 
 
-def _keep_ends(decoder: Any, model: Any, job: Job) -> None:
+def _keep_ends(model: Any, job: Job) -> None:
     """Leave the ends of a job's stage: without an embedding it takes `inputs_embeds`, without a head `logits` are hidden."""
     if job.stage > 0:
-        decoder.embed_tokens = None
+        model.model.embed_tokens = None
     if job.stage < job.pp - 1:
-        decoder.norm, model.lm_head = nn.Identity(), nn.Identity()
+        model.model.norm, model.lm_head = nn.Identity(), nn.Identity()
 
 
 def _check_experts(name: str, preset: Preset, ep: int) -> None:

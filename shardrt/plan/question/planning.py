@@ -19,10 +19,11 @@ from ...timeline.timeline import Timeline
 from ..machine.cost import Costs
 from ..machine.hardware import Curve, Sheet, load_sheet
 from ..program.configurations import configured_factory
-from ..program.factory import load_factory, make_program, told, with_named_step
+from ..program.factory import as_plan_error, load_factory, make_program, with_named_step
 from ..program.forecast_result import Forecast
 from ..program.job import Job, PlanError, Program
 from ..program.known_models import PRESETS
+from ..program.names import GRADIENT_SYNCS
 from ..program.presets import preset_factory
 from ..run.forecast import forecast
 from ..run.history import KINDS, History
@@ -66,7 +67,7 @@ class Planner:
         """
         costs = Costs(sheet or self.sheet, self.ranks_per_node)
         self.numel, self._reads = 0, []
-        with told(f"{self.name}: the step on the meta device failed:"):
+        with as_plan_error(f"{self.name}: the step on the meta device failed:"):
             return forecast(self._make, job, costs, timeline=timeline, history=history)
 
     def largest_batch(self, job: Job, found: Forecast, capacity: int) -> int:
@@ -113,9 +114,9 @@ def plan_of(options: argparse.Namespace) -> PlannedJob:
     divided = None if options.best is None else _splits(planner, job, options.best)
     job = job if divided is None else divided.found[0].job
     found = _recorded(planner, job, options.plot, options.timeline)
-    plan = PlannedJob(
-        name, planner.numel, job, sheet, planner.ranks_per_node, found, unread=_unread(job, planner.reads), splits=divided
-    )
+    stated, reads = ("batch",) if job.sequence is None else ("batch", "sequence"), planner.reads
+    unread = tuple(size for size in stated if size not in reads)
+    plan = PlannedJob(name, planner.numel, job, sheet, planner.ranks_per_node, found, unread=unread, splits=divided)
     return plan if options.no_search else _searched(plan, planner)
 
 
@@ -140,12 +141,6 @@ def _splits(planner: Planner, job: Job, axes: Sequence[str]) -> Splits:
     return found
 
 
-def _unread(job: Job, reads: Set[str]) -> tuple[str, ...]:
-    """The sizes that the job states and the step does not look at."""
-    sizes = ("batch",) if job.sequence is None else ("batch", "sequence")
-    return tuple(size for size in sizes if size not in reads)
-
-
 def _searched(plan: PlannedJob, planner: Planner) -> PlannedJob:
     """The plan with what more forecasts say."""
     job = plan.job
@@ -153,7 +148,7 @@ def _searched(plan: PlannedJob, planner: Planner) -> PlannedJob:
     pays = planner.pays_below(job) if job.quantization_policy else None
     other = None
     if job.micro_batches > 1 and job.pp == 1:
-        other = planner.forecast(replace(job, gradient_sync="last" if job.gradient_sync == "every" else "every"))
+        other = planner.forecast(replace(job, gradient_sync=GRADIENT_SYNCS[job.gradient_sync]))
     return replace(plan, largest_batch=largest, pays_below=pays, other_sync=other)
 
 
@@ -163,9 +158,9 @@ def _recorded(planner: Planner, job: Job, plot: Path | None, timeline: Path | No
         return planner.forecast(job)
     if plot is not None:
         check_plot(plot)
-    if timeline is not None and timeline.exists() and not timeline.is_dir():
-        raise PlanError(f"--timeline {timeline}: expected a folder")
     if timeline is not None:
+        if timeline.exists() and not timeline.is_dir():
+            raise PlanError(f"--timeline {timeline}: expected a folder")
         timeline.mkdir(parents=True, exist_ok=True)  # an OSError in the step would be one of the step
     recorded, history = Timeline(timeline), History()
     found = planner.forecast(job, timeline=recorded, history=history)

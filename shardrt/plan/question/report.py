@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from ..machine.hardware import Sheet
 from ..program.forecast_result import Forecast
 from ..program.job import Job
-from ..program.names import AXES
+from ..program.names import AXES, GRADIENT_SYNCS
 from ..program.pipeline import forwards_ahead
 from .search import MOST
 from .splits import Splits
@@ -73,30 +73,22 @@ class PlannedJob:
 
 def lines(plan: PlannedJob) -> Iterator[str]:
     """The report, line by line."""
-    if plan.splits is not None:
-        yield from _splits(plan.splits, plan.job.ranks)
-        yield ""
-    yield from _heading(plan)
-    yield ""
-    yield from _memory(plan)
-    yield ""
-    yield from _traffic(plan.forecast)
-    yield ""
-    yield from _time(plan.forecast)
-    yield ""
-    if plan.forecast.stages:
-        yield from _stages(plan)
-        yield ""
+    found = plan.forecast
+    for part in (_splits(plan), _heading(plan), _memory(plan), _traffic(found), _time(found), _stages(plan)):
+        if shown := list(part):
+            yield from (*shown, "")
     yield from _results(plan)
 
 
 _SHOWN = 10  # splits
 
 
-def _splits(splits: Splits, ranks: int) -> Iterator[str]:
-    """The table of the best ways to divide the job."""
+def _splits(plan: PlannedJob) -> Iterator[str]:
+    """The table of the best ways to divide the job, if some were looked for."""
+    if (splits := plan.splits) is None:
+        return
     fitting = sum(split.fits for split in splits.found)
-    yield f"{len(splits.found)} ways to divide {ranks:,} ranks, {fitting} of them fit; the best ones:"
+    yield f"{len(splits.found)} ways to divide {plan.job.ranks:,} ranks, {fitting} of them fit; the best ones:"
     yield "".join(f"{name:>8}" for name in (*AXES, "shards")) + "".join(
         f"{name:>15}" for name in ("micro-batches", "peak GiB", "step s", "tokens/s")
     )
@@ -163,7 +155,9 @@ def _time(forecast: Forecast) -> Iterator[str]:
 
 
 def _stages(plan: PlannedJob) -> Iterator[str]:
-    """The table of the stages of a pipeline."""
+    """The table of the stages of a pipeline, if it is one."""
+    if not plan.forecast.stages:
+        return
     job, columns = plan.job, ("parameters", "in flight", "peak GiB", "busy s", "bubble s")
     yield f"{f'stages, {job.schedule}':<{_LABEL}}" + "".join(f"{column:>{_NUMBER}}" for column in columns)
     for stage, each in enumerate(plan.forecast.stages):
@@ -202,7 +196,7 @@ def _reductions(plan: PlannedJob) -> Iterator[str]:
     used = plan.job.gradient_sync
     yield _text("gradients", f"reduced in {_SYNCS[used]}")
     if plan.other_sync is not None:
-        other = "last" if used == "every" else "every"
+        other = GRADIENT_SYNCS[used]
         verdict = "fits" if plan.has_room(plan.other_sync) else "does NOT fit"
         costs = f"peak {_gib(plan.other_sync.peak_nbytes)} GiB, {verdict}; step {_seconds(plan.other_sync.step_seconds)} s"
         yield _text("", f"--gradient-sync {other}, in {_SYNCS[other]}: {costs}")
@@ -298,5 +292,5 @@ def as_json(plan: PlannedJob) -> dict[str, Any]:
 
 def _plain(job: Job) -> dict[str, Any]:
     """A job's fields; policies as text."""
-    fields = {name: getattr(job, name) for name in job.__dataclass_fields__}
-    return {name: value if isinstance(value, int | str | None) else repr(value) for name, value in fields.items()}
+    shown = {each.name: getattr(job, each.name) for each in fields(job) if each.repr}
+    return {name: value if isinstance(value, int | str | None) else repr(value) for name, value in shown.items()}

@@ -32,7 +32,7 @@ def splits(job: Job, axes: Iterable[str], ranks_per_node: int) -> list[Job]:
     for sizes in product(divisors, repeat=len(varied)):
         degrees = dict(zip(varied, sizes, strict=True))
         try:
-            other = _with(job, degrees)
+            other = replace(job, micro_batches=1, **degrees)  # type: ignore[arg-type]
         except PlanError:
             continue
         count, rest = divmod(job.rows, other.rows)
@@ -40,10 +40,6 @@ def splits(job: Job, axes: Iterable[str], ranks_per_node: int) -> list[Job]:
         if not rest and other.pp <= count and (on_one_node or other.tp == job.tp):
             found.append(replace(other, micro_batches=count))
     return sorted(found, key=lambda job: sum(getattr(job, axis) > 1 for axis in AXES))
-
-
-def _with(job: Job, degrees: dict[str, int]) -> Job:
-    return replace(job, micro_batches=1, **degrees)  # type: ignore[arg-type]
 
 
 class Splits(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ...comm.startup.dry import DryWorld, dry_world
-from ...fsdp.api.module import FSDPModule
+from ...fsdp.api.module import FSDPModule, set_stage_backward
 from ...fsdp.base.events import observing
 from ...fsdp.params.layout import fsdp2_padding
 from ...fsdp.schedule.param_group import ParamGroup
@@ -25,7 +25,7 @@ from ..machine.cost import Costs, bounding
 from ..program.forecast_result import Forecast, GroupForecast
 from ..program.job import Job, PlanError, Program
 from ..program.names import OPTIMIZERS
-from ..program.pipeline import Message, Pass, StageRun, Turn, backward, forwards_ahead, pipelined, send, turns
+from ..program.pipeline import Message, Pass, StageAlone, StageRun, Turn, backward, forwards_ahead, pipelined, send, turns
 from .attention import FusedAttention
 from .history import History
 from .lap import Lap
@@ -34,15 +34,6 @@ from .operations import Operations
 
 _FIRST = 3  # pairs of a forward and a backward that run before others count as the last one of them
 _OFFLOADED = ("parameters", "gradients", "optimizer")  # kinds of memory
-
-
-class _Stage(NamedTuple):
-    """What a stage does alone. numel: of its parameters.   received: in the forward of a micro-batch."""
-
-    forecast: Forecast
-    run: StageRun
-    numel: int
-    received: list[Message]
 
 
 def forecast(
@@ -69,21 +60,20 @@ def forecast(
                 "A factory makes the model of job.stage, and its step takes what job.receive(*shape) returns, but for the "
                 "first stage, and returns what it sends, but for the last"
             )
-    return pipelined([each.forecast for each in stages], [each.run for each in stages], [each.numel for each in stages])
+    return pipelined(stages)
 
 
 def _stage(
     make: Callable[[Job], Program], job: Job, costs: Costs, timeline: Timeline | None = None, history: History | None = None
-) -> _Stage:
-    inline, collectives = costs.sheet.device == "cpu", CollectiveMeter(costs)
-    rank = job.stage * (job.ranks // job.pp)
-    world_of = partial(
-        dry_world, job.ranks, rank=rank, ranks_per_node=costs.per_node, inline=inline, costs=collectives.collective
-    )
-    with _no_collections(), world_of() as world:
+) -> StageAlone:
+    collectives, rank, per_node = CollectiveMeter(costs), job.stage * (job.ranks // job.pp), costs.per_node
+    with (
+        _no_collections(),
+        dry_world(job.ranks, rank=rank, ranks_per_node=per_node, inline=costs.is_host, costs=collectives.collective) as world,
+    ):
         program = make(job)
         groups = _groups(program.model)
-        offloads = costs.sheet.device != "cpu" and any(group.offloads for group in groups)
+        offloads = not costs.is_host and any(group.offloads for group in groups)
         meter = Meter(world, costs, history, host_kinds=_OFFLOADED if offloads else ())
         meter.add("parameters", sum(group.gather.shard_nbytes for group in groups) + _other_nbytes(program.model, groups))
         meter.add("process", costs.sheet.memory.reserved_nbytes)
@@ -96,7 +86,7 @@ def _stage(
             steps = _ProgramSteps(world, program, job, groups, operations, collectives, laps)
             recorded, _ = replace(steps, job=replace(job, micro_batches=1)).train()  # in which order groups are used
             received = list(program.received)
-            messages = [*received, *([recorded.sent] if recorded.sent is not None else [])]
+            messages = [message for message in (*received, recorded.sent) if message is not None]
             meter.add("messages", job.micro_batches * sum(message.nbytes for message in messages))
             meter.live.kind = "optimizer"
             _finish(optimizer)
@@ -108,7 +98,7 @@ def _stage(
                 measured = _measure(steps, optimizer)
         meter.add_up(operations)
         numel = sum(param.numel() for param in program.model.parameters())
-        return _Stage(_forecast(meter, collectives, operations, costs, groups, measured), measured.run, numel, received)
+        return StageAlone(_forecast(meter, collectives, operations, costs, groups, measured), measured.run, numel, received)
 
 
 @contextmanager
@@ -185,12 +175,13 @@ class _ProgramSteps:
 
     def _backward(self, micro_batch: int, made: torch.Tensor) -> None:
         job, is_last = self.job, micro_batch == self.job.micro_batches - 1
-        for module in (module for group in self.groups if group.parent is None for module in group.modules):
+        roots = (module for group in self.groups if group.parent is None for module in group.modules)
+        for module in roots:
             assert isinstance(module, FSDPModule), "it has a group"
-            module.set_requires_gradient_sync(is_last or (job.pp == 1 and job.gradient_sync == "every"))
             if job.pp > 1:
-                module.set_is_last_backward(is_last)
-                module.set_reshard_after_backward(is_last or job.reshard_after_forward is not False)
+                set_stage_backward(module, is_last=is_last, keeps_parameters=job.reshard_after_forward is False)
+            else:
+                module.set_requires_gradient_sync(is_last or job.gradient_sync == "every")
         if self._is_last_stage():
             made.backward()
         else:
@@ -237,7 +228,7 @@ def _forecast(
     measured: _StepTimes,
 ) -> Forecast:
     seconds = measured.trained + measured.finished
-    exposed = collectives.seconds if costs.sheet.device == "cpu" else measured.waited
+    exposed = collectives.seconds if costs.is_host else measured.waited
     bounds = bounding(costs.spent, seconds, exposed) if seconds else {}
     return Forecast(
         memory=meter.peaks,

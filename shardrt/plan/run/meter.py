@@ -22,10 +22,6 @@ from .operations import Cost, Operations
 class CollectiveMeter:
     """What collectives take, as a dry world asks for it, and their sums."""
 
-    received_within: float
-    received_across: float
-    seconds: float
-
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
         self.restart()
@@ -51,19 +47,12 @@ class Meter(Observer):
     host_kinds: are on the host, and so neither in the sum nor in the history.
     """
 
-    memory: dict[str, int]
-    peaks: dict[str, int]
-    peak_nbytes: int
-    peak_at: Moment
-    live: LiveBytes
-
     def __init__(self, world: DryWorld, costs: Costs, history: History | None = None, host_kinds: Collection[str] = ()) -> None:
         self._world = world
         self._history = history
         self._host_kinds = host_kinds
         self._costs = costs
-        self._launch_seconds = costs.launch_seconds
-        self.live = LiveBytes("meta", self._changed)
+        self.live = LiveBytes("meta", self.add)
         self.memory = dict.fromkeys((kind.value for kind in BufferKind), 0)
         self._total = 0
         self._newest = ""  # the group whose buffer has changed last
@@ -94,7 +83,7 @@ class Meter(Observer):
 
     def ran(self, cost: Cost, made: object) -> None:
         """Spend the time of an operation on the stream that it runs on, and count what it has made."""
-        self._world.host.seconds += self._launch_seconds
+        self._world.host.seconds += self._costs.launch_seconds
         stream = simulated[-1]
         assert isinstance(stream, DryStream), "in a dry world"
         stream.run(cost.seconds)
@@ -113,7 +102,7 @@ class Meter(Observer):
         self._newest = group.name
         if kind is BufferKind.GATHERED:
             self._begin(group)
-        self._changed(kind.value, nbytes, group.name)
+        self.add(kind.value, nbytes, group.name)
 
     def gradients_made(self, group: HasName, storage: torch.UntypedStorage) -> None:
         self._newest = group.name
@@ -126,11 +115,8 @@ class Meter(Observer):
             self._begun.add(group.name)
             self._world.host.seconds += self._costs.sheet.overhead.group
 
-    def add(self, kind: str, nbytes: int) -> None:
-        """Count memory that stays."""
-        self._changed(kind, nbytes)
-
-    def _changed(self, kind: str, nbytes: int, group: str = "") -> None:
+    def add(self, kind: str, nbytes: int, group: str = "") -> None:
+        """Count bytes, negative ones for memory that was freed. group: of the buffer, if it is one."""
         memory = self.memory
         memory[kind] = value = memory.get(kind, 0) + nbytes
         if kind not in self._host_kinds:

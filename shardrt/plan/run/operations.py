@@ -7,6 +7,7 @@ operations, of a hundred kinds. A kind is the operator with the shapes, strides 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -40,16 +41,14 @@ class OperationObserver(Protocol):
         """An operation has run, and has made these tensors, with memory of their own; None if it wrote to given ones."""
 
 
+@dataclass(slots=True, eq=False)
 class Kind:
     """A kind of operation, and how often it ran since `Operations.restart`."""
 
-    __slots__ = ("cost", "is_new", "make", "times")
-
-    def __init__(self, make: _Maker | None, cost: Cost, *, is_new: bool) -> None:
-        self.make = make  # None: run it
-        self.cost = cost
-        self.is_new = is_new  # its results have memory of their own
-        self.times = 0
+    make: _Maker | None  # None: run it
+    cost: Cost
+    is_new: bool  # its results have memory of their own
+    times: int = 1
 
 
 class Operations(TorchDispatchMode):
@@ -116,8 +115,7 @@ class Operations(TorchDispatchMode):
         views = func.is_view or func.overloadpacket in ALIASES or torch.Tag.inplace_view in func.tags
         is_new = not views and not any(out is value for value in (*args, *kwargs.values()))
         runs_again = views or func.overloadpacket in _SIZED_BY_FLOATS
-        kind = self._kinds[key] = Kind(None if runs_again else _maker(out, args, kwargs), cost, is_new=is_new)
-        kind.times = 1
+        self._kinds[key] = Kind(None if runs_again else _maker(out, args, kwargs), cost, is_new)
         self._observer.ran(cost, out if is_new else None)
         return out
 
@@ -161,9 +159,5 @@ def _maker(out: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Maker |
     for name, value in kwargs.items():
         if value is out:
             return lambda args, kwargs: kwargs[name]
-    return _new(out)
-
-
-def _new(out: torch.Tensor) -> _Maker:
     shape, stride, dtype = out.shape, out.stride(), out.dtype
     return lambda args, kwargs: torch.empty_strided(shape, stride, dtype=dtype, device=_META)
