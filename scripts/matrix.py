@@ -1,6 +1,6 @@
 """What works in which dimension: each feature in each split of a GPT over four ranks, beside one process, in float64.
 
-python -m shardrt.launch -n 4 scripts/matrix.py        prints the table of docs/tasks.md; exits with 1 if a cell is wrong
+python -m shardrt.launch -n 4 scripts/matrix.py        prints a table; exits with 1 if a cell is wrong
 python -m shardrt.launch -n 4 scripts/matrix.py --dimension PP --feature clipping        some cells
 
 A cell says "yes" where gradients, parameters and losses are those of one process to 1e-9, or what refuses it by name.
