@@ -36,7 +36,7 @@ from ..base.events import BufferKind
 from ..base.two_levels import TwoLevels, neighbours
 from ..memory.buffers import BufferMaker, FlatBuffer
 from .grad_layout import ReduceLayout
-from .packed import PackedGrads
+from .packed_grads import PackedGrads
 from .reduce import GradientReduction
 
 _BEGIN = 16  # bytes: the parts of a buffer begin at multiples of it

@@ -39,7 +39,7 @@ from ..params.in_place import Given
 from ..params.layout import Layout
 from ..params.param import ShardedParam, placement_of
 from .grad_layout import ALIGN, GradRange, ReduceLayout, Scaling, TermSum, reduce_layout, term_sums
-from .packed import Accumulated, HeldGrads, Output, PackBuffer, PackedGrads, lay_out
+from .packed_grads import Accumulated, HeldGrads, Output, PackBuffer, PackedGrads, lay_out
 from .sharded_grads import ShardedGrads
 
 _NONE: frozenset[int] = frozenset()

@@ -17,7 +17,7 @@ from ...kernels import add_into
 from ...tensor.dtensor.replaced import user_hooks
 from ..base import events
 from ..params.param import ShardedParam
-from .packed import HeldGrads, PackedGrads
+from .packed_grads import HeldGrads, PackedGrads
 from .reduce import GradientReduction
 
 Grads = Sequence[torch.Tensor | None]  # one for each trainable parameter; None: it has none

@@ -48,7 +48,7 @@ from ..params.layout import Layout
 from ..params.param import ShardedParam, Slot, times_written
 from ..params.visible import VisibleParams, warn_of_writes
 from ..reduce.coded import CodedReduction, QuantizedReduction
-from ..reduce.packed import PackedGrads
+from ..reduce.packed_grads import PackedGrads
 from ..reduce.reduce import CustomReduction, GradientReduction
 from ..reduce.unpacked import UnpackedReduction
 

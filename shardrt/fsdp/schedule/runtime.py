@@ -24,7 +24,7 @@ from ..memory import context
 from ..memory.buffers import FlatBuffer, Handoff
 from ..params.param import times_written
 from ..reduce.grad_layout import reduce_layout
-from ..reduce.packed import HeldGrads, PackedGrads
+from ..reduce.packed_grads import HeldGrads, PackedGrads
 from ..reduce.reduce import GradientReduction
 from . import registered, symmetric_windows
 from .param_group import ParamGroup, free_stale
