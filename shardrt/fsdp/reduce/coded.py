@@ -21,11 +21,11 @@ An element that is not finite makes its block NaN, on every rank that gets it. T
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -37,7 +37,7 @@ from ..base.two_levels import TwoLevels, neighbours
 from ..memory.buffers import BufferMaker, FlatBuffer
 from .grad_layout import ReduceLayout
 from .packed_grads import PackedGrads
-from .reduce import GradientReduction
+from .reduce import GradientReduction, ReductionSpec
 
 _BEGIN = 16  # bytes: the parts of a buffer begin at multiples of it
 
@@ -275,9 +275,9 @@ class QuantizedReduction(GradientReduction):
     _over_shards: CodedReduceScatter | None  # reduces what is packed in `_ordinary`
     _over_replicas: CodedAllReduce | None
 
-    def __init__(self, coded: CodedReduction, *about: Any) -> None:
+    def __init__(self, coded: CodedReduction, spec: ReductionSpec) -> None:
         self._coded = coded
-        super().__init__(*about)
+        super().__init__(spec if coded.shards is None else replace(spec, comm_buffer=None))
         self.launches_jointly = self.launches_jointly and self._over_shards is None
         self.launches_jointly_over_replicas = self._over_replicas is None
 

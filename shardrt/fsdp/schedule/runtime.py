@@ -387,7 +387,7 @@ class Runtime(context.Context):
             self._reduce_bucket()
         for group in self.groups:
             if group.reduction is not None:
-                group.reduction.drop_early()
+                group.reduction.early.drop()
             if group.calls.phase is GroupPhase.BACKWARD:
                 group.calls.end_backward(group)
             if group.state.gathered:
