@@ -40,7 +40,7 @@ class PackBuffer:
     flat: torch.Tensor  # (N * s,)
     pieces: list[torch.Tensor]  # (numel,), or the parameter's shape if it is all of the gradient
     whole: dict[int, torch.Tensor]  # the latter, by the position of the parameter
-    gaps: list[torch.Tensor]  # (numel,) between the pieces, if codes are sent: a NaN there would make its whole block NaN
+    gaps: list[torch.Tensor]  # (numel,) between the pieces, if they are read: a NaN there would make a block of codes NaN
     cuts: Sequence[tuple[GradRange, int]]  # what each piece is, and the shard dim of its parameter
     uncut: bool  # every gradient is one piece, in the parameters' order
     grads: NewGrads | None = None  # the sharded gradients whose memory this is, on a single shard rank

@@ -69,17 +69,16 @@ class GradientReduction:
     `unpacked.UnpackedReduction` for a single rank.
     """
 
-    in_blocks: ClassVar[bool] = False  # each parameter begins a new block of codes, and the padding of a block is read
+    in_blocks: ClassVar[bool] = False  # each parameter begins a new block of codes
+    reads_padding: ClassVar[bool] = False  # of what is packed: it must be zeroed before gradients are written
     launches_jointly: bool  # launch() may be one of a group of calls: it does not read at once what it receives
     launches_jointly_over_replicas: bool = True  # so may launch_over_replicas()
     params: list[ShardedParam]  # of which it reduces gradients
     grads: ShardedGrads
     partial_sums: list[TermSum]  # one for each mesh over which terms of gradients are added up
     early: EarlyGrads
-    _comm: Communicator
-    _replicas: Communicator | None
-    _settings: StepSettings
-    _dtype: torch.dtype
+    _spec: ReductionSpec
+    _divides_at_pack: bool  # as `Scaling.of` has it
     _ranks: int  # the number of ranks that are averaged over
     _everything: frozenset[int]  # the positions of all parameters
     _own: Sequence[GradRange]  # of this rank's segment
@@ -90,10 +89,10 @@ class GradientReduction:
     _in_comm_buffer: PackBuffer | None  # a buffer that the communicator sends without a copy
 
     def __init__(self, spec: ReductionSpec) -> None:
-        comm, dtype, buffers, comm_buffer = spec.comm, spec.dtype, spec.buffers, spec.comm_buffer
+        self._spec, comm, dtype, buffers, comm_buffer = spec, spec.comm, spec.dtype, spec.buffers, spec.comm_buffer
         trainable = [index for index, param in enumerate(spec.params) if param in spec.chosen]
         self.params = [spec.params[index] for index in trainable]
-        self._comm, self._replicas, self._settings, self._dtype = comm, spec.replicas, spec.settings, dtype
+        self._divides_at_pack = comm.multiplies_terms
         self._ranks = comm.size * (1 if spec.replicas is None else spec.replicas.size)
         self._everything = frozenset(range(len(trainable)))
         self._accumulated, self._partial_grads, self.early = None, None, EarlyGrads(self.params)
@@ -104,8 +103,8 @@ class GradientReduction:
         self._partial = lay_out(buffers.make(BufferKind.PARTIAL, found.segment_numel * dtype.itemsize), (), (), dtype, ())
         self._partial.buffer.seal()
         nbytes = comm.size * found.segment_numel * dtype.itemsize
-        self._ordinary = self._lay_out(self._make_buffer(nbytes, buffers), found)
-        self._make_collectives(found, buffers)
+        self._ordinary = self._lay_out(self._make_buffer(nbytes), found)
+        self._make_collectives(found)
         self._ordinary.buffer.seal()
         self._in_comm_buffer, self.launches_jointly = None, True
         if comm_buffer is not None and nbytes <= comm_buffer.nbytes:
@@ -114,18 +113,18 @@ class GradientReduction:
             self.launches_jointly = not comm_buffer.symmetric
         self.partial_sums = term_sums(self.params, found, self._ordinary.pieces, dtype, buffers)
 
-    def _make_buffer(self, nbytes: int, buffers: BufferMaker) -> FlatBuffer:
+    def _make_buffer(self, nbytes: int) -> FlatBuffer:
         """The buffer that gradients are packed into, where no other is available."""
-        return buffers.make(BufferKind.PACKED, nbytes)
+        return self._spec.buffers.make(BufferKind.PACKED, nbytes)
 
-    def _make_collectives(self, layout: ReduceLayout, buffers: BufferMaker) -> None:
+    def _make_collectives(self, layout: ReduceLayout) -> None:
         """Make what a reduction needs beside the communicators; the buffer of `_ordinary` is not sealed yet."""
 
     def _lay_out(self, buffer: FlatBuffer, layout: ReduceLayout, *, windowed: bool = False) -> PackBuffer:
-        gaps = layout.gaps(self._comm.size) if self.in_blocks else ()
-        first = self._comm.rank * layout.segment_numel
+        gaps = layout.gaps(self._spec.comm.size) if self.reads_padding else ()
+        first = self._spec.comm.rank * layout.segment_numel
         own = slice(first, first + layout.segment_numel) if windowed else None
-        return lay_out(buffer, layout.pieces, self.params, self._dtype, gaps, own)
+        return lay_out(buffer, layout.pieces, self.params, self._spec.dtype, gaps, own)
 
     # ------------------------------------------------------------------ what is held between backwards
 
@@ -205,25 +204,21 @@ class GradientReduction:
 
     @property
     def _publishes(self) -> bool:
-        return self._replicas is None or self._settings.all_reduce
+        return self._spec.replicas is None or self._spec.settings.all_reduce
 
     def discard(self) -> None:
         """Forget what is packed, after a failed iteration."""
         self.early.drop()
         self._accumulated = self._partial_grads = None
-        for buffer in (self._ordinary.buffer, self.grads.scratch, self._partial.buffer):
-            buffer.release()
-        if self._in_comm_buffer is not None:
-            self._in_comm_buffer.buffer.release()
-        for each in self.partial_sums:
-            each.discard()
+        self._spec.buffers.release()
 
     # ------------------------------------------------------------------ gradients that are computed where they are packed
 
     def has_place(self, position: int) -> bool:
         """Whether place() may make a tensor for this parameter: its gradient is packed as one piece, without a cast."""
-        is_packed = self._ranks > 1 and self.params[position].unsharded.dtype == self._dtype and self._dtype.is_floating_point
-        return is_packed and position in self._ordinary.whole
+        dtype = self._spec.dtype
+        is_packed = self._ranks > 1 and self.params[position].unsharded.dtype == dtype and dtype.is_floating_point
+        return is_packed and not self.reads_padding and position in self._ordinary.whole
 
     def place(self, position: int, compute: Stream) -> torch.Tensor | None:
         """A tensor in the place to which pack() would copy this gradient. Autograd computes and holds the gradient there.
@@ -231,7 +226,7 @@ class GradientReduction:
         None: the place cannot be had now, or was given away since the last pack(). Only for parameters with `has_place`, and
         only where all streams run on the caller's thread.
         """
-        settings, early = self._settings, self.early
+        settings, early = self._spec.settings, self.early
         if self._accumulated is not None:
             return None
         if self._scaling().before != 1.0 or settings.reduce_hook is not None:  # a hook has to see zeros in the padding
@@ -255,7 +250,7 @@ class GradientReduction:
         also if they were published at once, without a reduction.
         compute: what `packs_on` returns.
         """
-        settings, held, positions = self._settings, self._accumulated, self._everything
+        settings, held, positions = self._spec.settings, self._accumulated, self._everything
         assert not isinstance(held, KeptGrads), "an `UnpackedReduction` takes them first"
         if not settings.reduce_unused and (unused := [position for position, grad in enumerate(grads) if grad is None]):
             positions = positions.difference(unused)
@@ -277,13 +272,9 @@ class GradientReduction:
         compute.submit(partial(source.fill, grads, scaling.before, pack_into if held is None else add_into, in_place))
         return packed
 
-    @property
-    def _divides_at_pack(self) -> bool:
-        return self._comm.multiplies_terms
-
     def _scaling(self) -> Scaling:
-        factor, sums = self._settings.divide_factor, self._settings.force_sum
-        return Scaling.of(self._dtype, self._ranks, self._comm.size, factor, sums, self._divides_at_pack)
+        factor, sums = self._spec.settings.divide_factor, self._spec.settings.force_sum
+        return Scaling.of(self._spec.dtype, self._ranks, self._spec.comm.size, factor, sums, self._divides_at_pack)
 
     def _prepare(
         self, held: Accumulated | PackedGrads | None, positions: frozenset[int], scaling: Scaling, compute: Stream
@@ -316,7 +307,7 @@ class GradientReduction:
         Invariant: the order of reductions alone decides whether that is the `CommBuffer`: NCCL must know the memory of all
         ranks, or of none. What place() has made there, on this rank only, is copied away when another group packs.
         """
-        if fills_grads and self._comm.size == 1 and not self.grads.converts:
+        if fills_grads and self._spec.comm.size == 1 and not self.grads.converts:
             if (begun := self.early.source) is not None and begun.grads is not None:
                 return begun
             return self._ordinary.in_grads(self.grads.new(range(len(self.params)), compute))
@@ -324,8 +315,8 @@ class GradientReduction:
         return self._ordinary if source is None or not source.buffer.available else source
 
     def _zero_padding(self, source: PackBuffer, compute: Stream) -> None:
-        """Zero the padding if it is read: a hook sees it, and codes share their blocks with it."""
-        if self._settings.reduce_hook is not None:
+        """Zero the padding if it is read, if only by a hook."""
+        if self._spec.settings.reduce_hook is not None:
             compute.submit(source.flat.zero_)
         elif source.gaps:
             compute.submit(source.zero_gaps)
@@ -343,7 +334,7 @@ class GradientReduction:
         # NCCL before 2.29 needs its output in the window as well. Cost: one segment copied.
         own = packed.source.own
         out = packed.out if own is None else own
-        self._comm.reduce_scatter(out, packed.source.flat, packed.scaling.op, stream=stream)
+        self._spec.comm.reduce_scatter(out, packed.source.flat, packed.scaling.op, stream=stream)
         if own is not None:
             stream.submit(partial(packed.out.copy_, own))
 
@@ -361,8 +352,8 @@ class GradientReduction:
         self._all_reduce(packed, stream)
 
     def _all_reduce(self, packed: PackedGrads, stream: Stream) -> None:
-        assert self._replicas is not None, "the group has replicas"
-        self._replicas.all_reduce(packed.out, packed.out, packed.scaling.all_reduce_op, stream=stream)
+        assert self._spec.replicas is not None, "the group has replicas"
+        self._spec.replicas.all_reduce(packed.out, packed.out, packed.scaling.all_reduce_op, stream=stream)
 
     def publish(self, packed: PackedGrads, stream: Stream) -> None:
         """Make what was reduced the sharded gradients, or add it to earlier ones. If it stays partial, publish nothing."""
@@ -371,8 +362,8 @@ class GradientReduction:
             return
         if packed.scaling.after != 1.0:
             stream.submit(partial(packed.out.mul_, packed.scaling.after))
-        if self._settings.reduce_hook is not None:
-            _call_hook(self._settings.reduce_hook, packed.out, stream, self._settings.reduce_hook_stream or stream)
+        if self._spec.settings.reduce_hook is not None:
+            _call_hook(self._spec.settings.reduce_hook, packed.out, stream, self._spec.settings.reduce_hook_stream or stream)
         grads = self.grads
         if packed.result is Output.SCRATCH:
             stream.submit(partial(grads.fold, packed.new, packed.fresh, packed.older))
@@ -396,33 +387,25 @@ class CustomReduction(GradientReduction):
     The user's reduce-scatter gets the operation that averages, as FSDP2's do, and sees the padding, which is zero.
     """
 
+    reads_padding = True
+
     def __init__(self, spec: ReductionSpec) -> None:
         super().__init__(replace(spec, comm_buffer=None))
-        self.launches_jointly = False
+        self.launches_jointly = self._divides_at_pack = False
 
     @property
     def _custom(self) -> CustomReduceScatter:
-        assert self._settings.reduce_scatter is not None, "that is why it was chosen"
-        return self._settings.reduce_scatter
+        assert self._spec.settings.reduce_scatter is not None, "that is why it was chosen"
+        return self._spec.settings.reduce_scatter
 
-    def _make_buffer(self, nbytes: int, buffers: BufferMaker) -> FlatBuffer:
+    def _make_buffer(self, nbytes: int) -> FlatBuffer:
+        buffers = self._spec.buffers
         memory = self._custom.allocate(nbytes, buffers.device)
         given = CommBuffer.given(memory, nbytes, buffers.device, self.params[0].name)
         return buffers.make_in(given, BufferKind.PACKED, nbytes)
 
-    def has_place(self, position: int) -> bool:
-        """False: pack() zeroes all of the memory first, since the user's reduce-scatter sees the padding."""
-        return False
-
-    @property
-    def _divides_at_pack(self) -> bool:
-        return False
-
     def _source(self, compute: Stream, *, fills_grads: bool) -> PackBuffer:
         return self._ordinary
 
-    def _zero_padding(self, source: PackBuffer, compute: Stream) -> None:
-        compute.submit(source.flat.zero_)
-
     def launch(self, packed: PackedGrads, stream: Stream) -> None:
-        self._custom(packed.out, packed.source.flat, packed.scaling.op, self._comm, stream)
+        self._custom(packed.out, packed.source.flat, packed.scaling.op, self._spec.comm, stream)

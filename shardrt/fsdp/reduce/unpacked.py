@@ -49,7 +49,7 @@ class UnpackedReduction(GradientReduction):
             for grad in grads:
                 if grad is not None:
                     self.grads.tell_observers(grad.untyped_storage())
-        if self._settings.sync_gradients:
+        if self._spec.settings.sync_gradients:
             compute.submit(partial(self._publish, grads, compute))
         else:
             self._accumulated = KeptGrads(grads, compute)
@@ -61,10 +61,10 @@ class UnpackedReduction(GradientReduction):
         The settings must ask for nothing to be done to them, and they must be plain dense tensors in the parameters' dtypes
         that are in no graph, unlike those of `backward(create_graph=True)`.
         """
-        settings = self._settings
+        settings = self._spec.settings
         if settings.reduce_hook is not None or settings.reduce_unused or settings.divide_factor not in (None, 1):
             return False
-        if self._dtype.is_complex and any(grad is not None and grad.is_conj() for grad in grads):
+        if self._spec.dtype.is_complex and any(grad is not None and grad.is_conj() for grad in grads):
             return False  # as torch's optimizers cannot take one that is conjugated lazily
         for grad, param in zip(grads, self.params, strict=True):
             if grad is not None and (
