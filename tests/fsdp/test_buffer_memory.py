@@ -291,6 +291,31 @@ def test_a_comm_buffer_moves_between_streams(monkeypatch: pytest.MonkeyPatch) ->
     assert waits == [("another's", events["one root's"])]
 
 
+def test_who_writes_to_a_comm_buffer() -> None:
+    """A loan lasts until a buffer occupies the memory, which ends it; what is out of order is refused."""
+    comm_buffer, stream, recalls = CommBuffer(torch.zeros(16, dtype=torch.uint8)), InlineStream(), list[None]()
+
+    def recall() -> None:
+        recalls.append(None)
+        comm_buffer.end_loan()
+
+    for move in (comm_buffer.end_loan, lambda: comm_buffer.leave(stream)):
+        with pytest.raises(AssertionError, match="comes first"):
+            move()
+    assert comm_buffer.lend(recall)
+    assert not comm_buffer.lend(recall)
+    comm_buffer.occupy(stream)
+    assert len(recalls) == 1
+    assert not comm_buffer.lend(recall)
+    with pytest.raises(AssertionError, match="one buffer at a time"):
+        comm_buffer.occupy(stream)
+    comm_buffer.leave(stream)
+    assert comm_buffer.lend(recall)
+    comm_buffer.end_loan()
+    comm_buffer.occupy(stream)
+    assert len(recalls) == 1
+
+
 def test_bytes_are_counted_and_observed() -> None:
     memory, group, seen = MemoryCounter(), SimpleNamespace(name="group"), list[tuple[str, str, int]]()
     full, packed = (

@@ -385,10 +385,11 @@ def test_all_ranks_reduce_from_the_same_kind_of_memory(world: World) -> None:
         weight = reduction.params[position].unsharded
         weight.grad = reduction.place(position, model.param_group.runtime.streams.compute).fill_(2.0)
         weight.grad = weight.grad.detach()  # as autograd does
-        reduction._comm_buffer.occupy(model.param_group.runtime.streams.compute)
-        reduction._comm_buffer.memory.zero_()
+        comm_buffer = reduction._in_comm_buffer.buffer.comm_buffer
+        comm_buffer.occupy(model.param_group.runtime.streams.compute)
+        comm_buffer.memory.zero_()
         assert weight.grad.eq(2.0).all()
-        reduction._comm_buffer.leave(model.param_group.runtime.streams.compute)
+        comm_buffer.leave(model.param_group.runtime.streams.compute)
         weight.grad = None
 
 
@@ -438,11 +439,15 @@ def test_an_early_buffer_is_freed(world: World) -> None:
         before = runtime.memory.in_use
         assert reduction.place(position, runtime.streams.compute) is not None
         assert (runtime.memory.in_use > before) == (not syncs)
-        reduction.drop_early()
+        reduction.early.drop()
         assert runtime.memory.in_use == before
         assert reduction.place(position, runtime.streams.compute) is not None
+        with pytest.raises(AssertionError, match="ends what has begun"):
+            reduction.early.begin(reduction._ordinary, runtime.streams.compute)
         model.reset_iter_state()
         assert runtime.memory.in_use == before
+        with pytest.raises(AssertionError, match=r"begin\(\) comes first"):
+            reduction.early.give(position)
 
 
 @on_ranks(2)

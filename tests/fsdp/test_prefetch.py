@@ -19,7 +19,7 @@ import shardrt
 from ranks import on_ranks
 from shardrt.comm import World
 from shardrt.comm.recorder.merge_dumps import merge, parse
-from shardrt.fsdp.reduce.packed import HeldGrads
+from shardrt.fsdp.reduce.packed_grads import HeldGrads
 from toys import (
     Branching,
     OddBlock,

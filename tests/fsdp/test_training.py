@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import shardrt
 from ranks import on_ranks, settings_of
 from shardrt.comm import World
-from shardrt.fsdp.reduce.packed import PackedGrads
+from shardrt.fsdp.reduce.packed_grads import PackedGrads
 from shardrt.fsdp.schedule.param_group import ParamGroup
 from toys import (
     Branching,

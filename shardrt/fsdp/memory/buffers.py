@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -193,6 +194,14 @@ class FlatBuffers(FlatBuffer):
             part.release()
 
 
+class CommMemory(Enum):
+    """Who may write to the memory of a `CommBuffer`."""
+
+    FREE = auto()  # nobody
+    LENT = auto()  # who has the loan, until a buffer occupies it
+    OCCUPIED = auto()  # a buffer
+
+
 class CommBuffer:
     """Memory that a communicator reaches without a copy (`Communicator.empty`), for one buffer at a time."""
 
@@ -201,9 +210,9 @@ class CommBuffer:
     nbytes: int
     storage: torch.UntypedStorage
     offset: int  # of the memory in the storage, in bytes
-    taken: bool  # written by occupy() and leave()
+    state: CommMemory  # written by lend(), end_loan(), occupy() and leave()
     _left: Event | None  # passes when the stream of its last buffer is done with it; written by leave()
-    _recall: Callable[[], None] | None  # ends a loan; written by lend(), occupy() and end_loan()
+    _recall: Callable[[], None] | None  # ends the loan, if it is lent; written with `state`
 
     def __init__(self, memory: torch.Tensor, *, symmetric: bool = False) -> None:
         self.memory = memory
@@ -211,7 +220,7 @@ class CommBuffer:
         self.nbytes = memory.numel()
         self.storage = memory.untyped_storage()
         self.offset = int(memory.storage_offset()) * memory.element_size()
-        self.taken, self._left, self._recall = False, None, None
+        self.state, self._left, self._recall = CommMemory.FREE, None, None
 
     @classmethod
     def given(cls, memory: torch.Tensor, nbytes: int, device: torch.device, group: str) -> CommBuffer:
@@ -239,32 +248,33 @@ class CommBuffer:
         return comm_buffer
 
     def occupy(self, stream: Stream) -> None:
-        """Use the memory on `stream` from now on, after the last buffer there, maybe of another root. It must be free."""
-        assert not self.taken, "one buffer at a time"
+        """Use the memory on `stream` from now on, after the last buffer there, maybe of another root, and after a loan."""
         if self._recall is not None:
-            recall, self._recall = self._recall, None
-            recall()
+            self._recall()
+        assert self.state is CommMemory.FREE, "one buffer at a time"
         if self._left is not None:
             stream.wait(self._left)
-        self.taken = True
+        self.state = CommMemory.OCCUPIED
 
     def lend(self, recall: Callable[[], None]) -> bool:
-        """Let the caller write to the memory until a buffer occupies it; `recall` is called just before that.
+        """Let the caller write to the memory until a buffer occupies it; just before that, `recall` must end the loan.
 
         Only where all streams run on the caller's thread. Returns: False, and lends nothing, if it is occupied or lent already.
         """
-        if self.taken or self._recall is not None:
+        if self.state is not CommMemory.FREE:
             return False
-        self._recall = recall
+        self.state, self._recall = CommMemory.LENT, recall
         return True
 
     def end_loan(self) -> None:
-        """End a loan: its holder writes to the memory no more. Only for a caller with a loan, which may have been recalled."""
-        self._recall = None
+        """End a loan: its holder writes to the memory no more."""
+        assert self.state is CommMemory.LENT, "lend() comes first"
+        self.state, self._recall = CommMemory.FREE, None
 
     def leave(self, stream: Stream) -> None:
         """Give the memory up: it is free once `stream` has run what was submitted to it so far."""
-        self._left, self.taken = stream.record(), False
+        assert self.state is CommMemory.OCCUPIED, "occupy() comes first"
+        self._left, self.state = stream.record(), CommMemory.FREE
 
 
 _comm_buffers: WeakKeyDictionary[Communicator, CommBuffer] = WeakKeyDictionary()
@@ -282,7 +292,7 @@ class CommFlatBuffer(FlatBuffer):
     @property
     def available(self) -> bool:
         """No flat buffer occupies the `CommBuffer`."""
-        return not self.comm_buffer.taken
+        return self.comm_buffer.state is not CommMemory.OCCUPIED
 
     def seal(self) -> None:
         """No-op: the memory of the `CommBuffer` stays."""
@@ -309,14 +319,22 @@ class BufferMaker:
     device: torch.device
     memory: MemoryCounter
     group: HasName
+    _made: list[FlatBuffer] = field(default_factory=list, init=False)
 
     def make(self, kind: BufferKind, nbytes: int, *, pool: Pool | None = None) -> FlatBuffer:
         """A flat buffer with a storage of its own."""
-        return FlatBuffer(nbytes, self.device, self.memory, kind, self.group, pool=pool)
+        self._made.append(made := FlatBuffer(nbytes, self.device, self.memory, kind, self.group, pool=pool))
+        return made
 
     def make_in(self, comm_buffer: CommBuffer, kind: BufferKind, nbytes: int) -> CommFlatBuffer:
         """A flat buffer at the beginning of `comm_buffer`."""
-        return CommFlatBuffer(nbytes, comm_buffer, self.memory, kind, self.group)
+        self._made.append(made := CommFlatBuffer(nbytes, comm_buffer, self.memory, kind, self.group))
+        return made
+
+    def release(self) -> None:
+        """Free all buffers that it has made, after a failure."""
+        for buffer in self._made:
+            buffer.release()
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,11 @@ An element that is not finite makes its block NaN, on every rank that gets it. T
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -36,8 +36,8 @@ from ..base.events import BufferKind
 from ..base.two_levels import TwoLevels, neighbours
 from ..memory.buffers import BufferMaker, FlatBuffer
 from .grad_layout import ReduceLayout
-from .packed import PackedGrads
-from .reduce import GradientReduction
+from .packed_grads import PackedGrads
+from .reduce import GradientReduction, ReductionSpec
 
 _BEGIN = 16  # bytes: the parts of a buffer begin at multiples of it
 
@@ -100,16 +100,11 @@ class _CodedBuffer:
 
     sent: _Coded
     received: _Coded
-    others: list[torch.Tensor]
+    others: list[torch.Tensor]  # (size,) each
     buffer: FlatBuffer
 
     def __init__(
-        self,
-        rows: int,
-        numel: int,
-        codes: torch.dtype,
-        others: Sequence[tuple[torch.dtype, int]],
-        buffers: BufferMaker,
+        self, rows: int, numel: int, codes: torch.dtype, others: Sequence[tuple[torch.dtype, int]], buffers: BufferMaker
     ) -> None:
         """others: dtypes and elements of the further tensors."""
         coded = [(codes, (rows, numel)), (torch.float32, (rows, numel // BLOCK))]
@@ -187,30 +182,21 @@ class CodedReduceScatter:
         stream.submit(partial(decode_sum, out, *memory.received))
         stream.submit(memory.buffer.release)
 
-    def discard(self) -> None:
-        """Free the memory, after a failure."""
-        self._memory.buffer.release()
-
 
 class CodedAllReduce:
     """Sums this rank's segment over the replicas. See the top of the file."""
 
     _levels: TwoLevels
     _memory: _CodedBuffer
-    _part: torch.Tensor | None  # the part of the segment that the neighbours reduce for this rank; None: all of it, in place
+    _part: torch.Tensor | None  # (s / k,) of the segment, which neighbours reduce for this rank; None: all of it, in place
     _sent: _Coded  # the codes of the part, as one row
-    _unused: list[torch.Tensor]  # what is sent beyond the part: the last rows may be longer than the rest of it
-    _total: torch.Tensor  # the sum of this rank's row of the part, float32
+    _unused: list[torch.Tensor]  # (numel,) each: what is sent beyond the part, as the last rows may be longer than its rest
+    _total: torch.Tensor  # (row,) float32, the sum of this rank's row of the part
     _own: _Coded  # its codes, 1-D
     _received: _Coded  # the codes of the sums of all rows of the part, as one row
 
     def __init__(
-        self,
-        levels: TwoLevels,
-        codes: torch.dtype,
-        dtype: torch.dtype,
-        segment_numel: int,
-        buffers: BufferMaker,
+        self, levels: TwoLevels, codes: torch.dtype, dtype: torch.dtype, segment_numel: int, buffers: BufferMaker
     ) -> None:
         self._levels = levels
         across, within = levels.across, levels.within
@@ -252,10 +238,6 @@ class CodedAllReduce:
         decode_sum(self._total, *self._memory.received)
         encode(*self._own, self._total)
 
-    def discard(self) -> None:
-        """Free the memory, after a failure."""
-        self._memory.buffer.release()
-
 
 def _exchange(across: Communicator, memory: _CodedBuffer, stream: Stream) -> None:
     """Send row p of the codes and scales to rank p, and receive as many from it."""
@@ -270,36 +252,23 @@ def _exchange(across: Communicator, memory: _CodedBuffer, stream: Stream) -> Non
 class QuantizedReduction(GradientReduction):
     """Sends codes over the shard ranks, the replicas, or both. The parameters must be laid out in whole blocks."""
 
-    in_blocks = True
+    in_blocks = reads_padding = True
     _coded: CodedReduction
     _over_shards: CodedReduceScatter | None  # reduces what is packed in `_ordinary`
     _over_replicas: CodedAllReduce | None
 
-    def __init__(self, coded: CodedReduction, *about: Any) -> None:
+    def __init__(self, coded: CodedReduction, spec: ReductionSpec) -> None:
         self._coded = coded
-        super().__init__(*about)
+        super().__init__(spec if coded.shards is None else replace(spec, comm_buffer=None))
+        self._divides_at_pack = True
         self.launches_jointly = self.launches_jointly and self._over_shards is None
         self.launches_jointly_over_replicas = self._over_replicas is None
 
-    def _make_collectives(self, layout: ReduceLayout, buffers: BufferMaker) -> None:
+    def _make_collectives(self, layout: ReduceLayout) -> None:
         shards, replicas = self._coded.shards, self._coded.replicas
-        about = self._coded.codes, self._dtype, layout.segment_numel, buffers
+        about = self._coded.codes, self._spec.dtype, layout.segment_numel, self._spec.buffers
         self._over_shards = None if shards is None else CodedReduceScatter(shards, self._ordinary.buffer, *about)
         self._over_replicas = None if replicas is None else CodedAllReduce(replicas, *about)
-
-    def discard(self) -> None:
-        super().discard()
-        for each in (self._over_shards, self._over_replicas):
-            if each is not None:
-                each.discard()
-
-    def has_place(self, position: int) -> bool:
-        """False: the padding of blocks has to be zeroed before gradients are written."""
-        return False
-
-    @property
-    def _divides_at_pack(self) -> bool:
-        return True
 
     def launch(self, packed: PackedGrads, stream: Stream) -> None:
         if self._over_shards is None:

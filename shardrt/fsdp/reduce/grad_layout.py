@@ -175,8 +175,8 @@ class TermSum:
     _comm: Communicator
     _indices: list[int]  # of the pieces, in the order of the parameters
     _buffer: FlatBuffer  # allocated and released on the reduce stream
-    _flat: torch.Tensor
-    _views: list[torch.Tensor]
+    _flat: torch.Tensor  # (numel,): all of the buffer
+    _views: list[torch.Tensor]  # of it, with the shapes and strides of the pieces
 
     def __init__(
         self, comm: Communicator, indices: list[int], pieces: list[torch.Tensor], dtype: torch.dtype, buffers: BufferMaker
@@ -199,10 +199,6 @@ class TermSum:
         self._comm.all_reduce(self._flat, self._flat, ReduceOp.SUM, stream=stream)
         stream.submit(partial(pack_into, mine, self._views))
         stream.submit(self._buffer.release)
-
-    def discard(self) -> None:
-        """Free the memory, after a failure."""
-        self._buffer.release()
 
 
 def term_sums(

@@ -9,8 +9,8 @@
 | publish              | post_reduce | segment -> `.grad`s, cast or added if necessary     | nothing, or the segment read once |
 
 `pack` copies what is not there yet: where all streams run on the caller's thread, weight gradients of large linear layers are
-computed in the packed buffer (`params/in_place.py`). Where a communication library would multiply each term before it adds,
-`pack` divides instead (`Scaling`).
+computed in the packed buffer (`early.py`). Where a communication library would multiply each term before it adds, `pack`
+divides instead (`Scaling`).
 `sum_terms` is for tensor-parallel parameters of whose gradients each rank has a term only (`TermSum`).
 Where gradients are sent as codes, `launch` and `launch_over_replicas` have steps of their own (`coded.py`).
 Legend: N ranks; s elements in a segment; `post_reduce` is the reduce stream, or with replicas a stream of its own, so that
@@ -24,8 +24,9 @@ failed reduction has packed counts as accumulated.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import ClassVar
 
 import torch
 
@@ -34,77 +35,76 @@ from ...kernels import add_into, pack_into
 from ...kernels.reference import BLOCK
 from ..base.events import BufferKind
 from ..base.policy import CustomReduceScatter, StepSettings
-from ..memory.buffers import BufferMaker, CommBuffer, CommFlatBuffer, FlatBuffer
-from ..params.in_place import Given
+from ..memory.buffers import BufferMaker, CommBuffer, FlatBuffer
 from ..params.layout import Layout
 from ..params.param import ShardedParam, placement_of
+from .early import EarlyGrads
 from .grad_layout import ALIGN, GradRange, ReduceLayout, Scaling, TermSum, reduce_layout, term_sums
-from .packed import Accumulated, HeldGrads, Output, PackBuffer, PackedGrads, lay_out
+from .packed_grads import Accumulated, Grads, HeldGrads, KeptGrads, Output, PackBuffer, PackedGrads, PartialGrads, lay_out
 from .sharded_grads import ShardedGrads
 
 _NONE: frozenset[int] = frozenset()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ReductionSpec:
+    """What a reduction is made of."""
+
+    params: Sequence[ShardedParam]  # all of the group's
+    chosen: Sequence[ShardedParam]  # those that take part, in order
+    layout: Layout
+    comm: Communicator  # of the ranks that share the parameters
+    replicas: Communicator | None
+    settings: StepSettings
+    dtype: torch.dtype  # in which gradients are reduced
+    buffers: BufferMaker
+    comm_buffer: CommBuffer | None = None
+
+
 class GradientReduction:
     """Packs, reduces and publishes the gradients of one group's trainable parameters, without codes.
 
-    Gradients that are reduced as soon as they are packed are packed into the `comm_buffer`, if there is one and they fit.
+    Gradients that are reduced as soon as they are packed are packed into the `CommBuffer`, if there is one and they fit.
     Other strategies: `CustomReduction` here, `coded.QuantizedReduction`, which sends codes, and
     `unpacked.UnpackedReduction` for a single rank.
     """
 
-    in_blocks: ClassVar[bool] = False  # each parameter begins a new block of codes, and the padding of a block is read
+    in_blocks: ClassVar[bool] = False  # each parameter begins a new block of codes
+    reads_padding: ClassVar[bool] = False  # of what is packed: it must be zeroed before gradients are written
     launches_jointly: bool  # launch() may be one of a group of calls: it does not read at once what it receives
     launches_jointly_over_replicas: bool = True  # so may launch_over_replicas()
     params: list[ShardedParam]  # of which it reduces gradients
     grads: ShardedGrads
     partial_sums: list[TermSum]  # one for each mesh over which terms of gradients are added up
-    _comm: Communicator  # of the ranks that share the parameters
-    _replicas: Communicator | None
-    _settings: StepSettings
-    _dtype: torch.dtype  # in which gradients are reduced
+    early: EarlyGrads
+    _spec: ReductionSpec
+    _divides_at_pack: bool  # as `Scaling.of` has it
     _ranks: int  # the number of ranks that are averaged over
     _everything: frozenset[int]  # the positions of all parameters
     _own: Sequence[GradRange]  # of this rank's segment
-    _accumulated: Accumulated | PackedGrads | None  # packed, not published; written by pack(), publish() and discard()
-    _partial: PackBuffer  # (s,) gradients that are reduced within a replica only, as one piece
-    _partial_positions: frozenset[int]  # parameters with a gradient in `_partial`; written by publish() and discard()
+    _accumulated: Accumulated | KeptGrads | PackedGrads | None  # not published; written by pack(), publish() and discard()
+    _partial_grads: PartialGrads | None  # what is in `_partial`; written by publish() and discard()
+    _partial: PackBuffer  # (s,)
     _ordinary: PackBuffer
     _in_comm_buffer: PackBuffer | None  # a buffer that the communicator sends without a copy
-    _early: PackBuffer | None  # where place() has made tensors since the last pack(); written by both and drop_early()
-    _given: Given  # what place() has made since the last pack()
-    _kept: Sequence[torch.Tensor | None] = ()  # as autograd has made them, () for none: of an `UnpackedReduction` only
-    _stream: Stream  # the stream that allocated what is held or was begun by place(); written by pack() and place()
 
-    def __init__(
-        self,
-        params: Sequence[ShardedParam],
-        chosen: Sequence[ShardedParam],
-        layout: Layout,
-        comm: Communicator,
-        replicas: Communicator | None,
-        settings: StepSettings,
-        dtype: torch.dtype,
-        buffers: BufferMaker,
-        comm_buffer: CommBuffer | None = None,
-    ) -> None:
-        """params: all of the group's.   chosen: those that take part, in order.   dtype: of the reduction."""
-        trainable = [index for index, param in enumerate(params) if param in chosen]
-        self.params = [params[index] for index in trainable]
-        self._comm, self._replicas, self._settings, self._dtype = comm, replicas, settings, dtype
-        self._ranks = comm.size * (1 if replicas is None else replicas.size)
+    def __init__(self, spec: ReductionSpec) -> None:
+        self._spec, comm, dtype, buffers, comm_buffer = spec, spec.comm, spec.dtype, spec.buffers, spec.comm_buffer
+        trainable = [index for index, param in enumerate(spec.params) if param in spec.chosen]
+        self.params = [spec.params[index] for index in trainable]
+        self._divides_at_pack = comm.multiplies_terms
+        self._ranks = comm.size * (1 if spec.replicas is None else spec.replicas.size)
         self._everything = frozenset(range(len(trainable)))
-        self._accumulated, self._early, self._given = None, None, Given()
-        found = reduce_layout(layout, trainable, comm.rank, BLOCK if self.in_blocks else ALIGN)
+        self._accumulated, self._partial_grads, self.early = None, None, EarlyGrads(self.params)
+        found = reduce_layout(spec.layout, trainable, comm.rank, BLOCK if self.in_blocks else ALIGN)
         self._own = found.own
-        placements = [placement_of(index, layout) for index in trainable]
+        placements = [placement_of(index, spec.layout) for index in trainable]
         self.grads = ShardedGrads(self.params, placements, found, comm.rank, dtype, buffers)
-        self._partial_positions = _NONE
         self._partial = lay_out(buffers.make(BufferKind.PARTIAL, found.segment_numel * dtype.itemsize), (), (), dtype, ())
         self._partial.buffer.seal()
         nbytes = comm.size * found.segment_numel * dtype.itemsize
-        self._ordinary = self._lay_out(self._make_buffer(nbytes, buffers), found)
-        self._make_collectives(found, buffers)
+        self._ordinary = self._lay_out(self._make_buffer(nbytes), found)
+        self._make_collectives(found)
         self._ordinary.buffer.seal()
         self._in_comm_buffer, self.launches_jointly = None, True
         if comm_buffer is not None and nbytes <= comm_buffer.nbytes:
@@ -113,18 +113,18 @@ class GradientReduction:
             self.launches_jointly = not comm_buffer.symmetric
         self.partial_sums = term_sums(self.params, found, self._ordinary.pieces, dtype, buffers)
 
-    def _make_buffer(self, nbytes: int, buffers: BufferMaker) -> FlatBuffer:
+    def _make_buffer(self, nbytes: int) -> FlatBuffer:
         """The buffer that gradients are packed into, where no other is available."""
-        return buffers.make(BufferKind.PACKED, nbytes)
+        return self._spec.buffers.make(BufferKind.PACKED, nbytes)
 
-    def _make_collectives(self, layout: ReduceLayout, buffers: BufferMaker) -> None:
+    def _make_collectives(self, layout: ReduceLayout) -> None:
         """Make what a reduction needs beside the communicators; the buffer of `_ordinary` is not sealed yet."""
 
     def _lay_out(self, buffer: FlatBuffer, layout: ReduceLayout, *, windowed: bool = False) -> PackBuffer:
-        gaps = layout.gaps(self._comm.size) if self.in_blocks else ()
-        first = self._comm.rank * layout.segment_numel
+        gaps = layout.gaps(self._spec.comm.size) if self.reads_padding else ()
+        first = self._spec.comm.rank * layout.segment_numel
         own = slice(first, first + layout.segment_numel) if windowed else None
-        return lay_out(buffer, layout.pieces, self.params, self._dtype, gaps, own)
+        return lay_out(buffer, layout.pieces, self.params, self._spec.dtype, gaps, own)
 
     # ------------------------------------------------------------------ what is held between backwards
 
@@ -133,13 +133,13 @@ class GradientReduction:
         """What earlier backwards have left; ACCUMULATED also if there are partial gradients as well."""
         if self._accumulated is not None:
             return HeldGrads.ACCUMULATED
-        return HeldGrads.PARTIAL if self._partial_positions else HeldGrads.NOTHING
+        return HeldGrads.NOTHING if self._partial_grads is None else HeldGrads.PARTIAL
 
     @property
     def held_params(self) -> set[ShardedParam]:
         """The parameters of whose gradients something is held."""
-        accumulated = _NONE if self._accumulated is None else self._accumulated.positions
-        return {self.params[position] for position in accumulated | self._partial_positions}
+        held = (self._accumulated, self._partial_grads)
+        return {self.params[position] for each in held if each is not None for position in each.positions}
 
     def take_over(self, older: GradientReduction, post_reduce: Stream) -> None:
         """Hold what `older` holds instead of it, since others of the group's parameters are trainable from now on.
@@ -147,27 +147,27 @@ class GradientReduction:
         All parameters of which it holds gradients must be among these.   post_reduce: the stream on which it has published.
         Cost: these gradients are copied twice.
         """
-        stream = self._stream = older._stream
+        stream = older.packs_on(post_reduce)
         stream.wait(post_reduce.record())
         to = {position: self.params.index(param) for position, param in enumerate(older.params) if param in self.params}
-        if older._kept:
-            self._keep({to[position]: grad for position, grad in enumerate(older._kept) if grad is not None})
-        if (held := older._accumulated) is not None:
-            self._hold({to[position] for position in held.positions}, held.scaling)
+        held, reduced = older._accumulated, older._partial_grads
+        older._accumulated = older._partial_grads = None
+        if isinstance(held, KeptGrads):
+            self._keep({to[position]: grad for position, grad in enumerate(held.grads) if grad is not None}, stream)
+        elif held is not None:
+            self._hold({to[position] for position in held.positions}, held.scaling, stream)
             stream.submit(partial(self._fill_held, held.source, {to[position]: position for position in held.positions}))
             stream.submit(held.source.buffer.release)
-            older._accumulated = None
-        if older._partial_positions:
-            self._partial_positions = frozenset(to[position] for position in older._partial_positions)
+        if reduced is not None:
+            self._partial_grads = PartialGrads(frozenset(to[position] for position in reduced.positions), stream)
             stream.submit(self._partial.buffer.allocate)
-            stream.submit(partial(self._copy_partial, older, {to[p]: p for p in older._partial_positions}))
+            stream.submit(partial(self._copy_partial, older, {to[position]: position for position in reduced.positions}))
             stream.submit(older._partial.buffer.release)
-            older._partial_positions = _NONE
 
-    def _hold(self, positions: Set[int], scaling: Scaling) -> None:
-        self._accumulated = Accumulated(self._ordinary, frozenset(positions), scaling)
-        self._stream.submit(self._ordinary.buffer.allocate)
-        self._zero_padding(self._ordinary, self._stream)
+    def _hold(self, positions: Set[int], scaling: Scaling, stream: Stream) -> None:
+        self._accumulated = Accumulated(self._ordinary, frozenset(positions), scaling, stream)
+        stream.submit(self._ordinary.buffer.allocate)
+        self._zero_padding(self._ordinary, stream)
 
     def _fill_held(self, source: PackBuffer, sources: Mapping[int, int]) -> None:
         grads: list[torch.Tensor | None] = [None] * len(self.params)
@@ -175,12 +175,12 @@ class GradientReduction:
             grads[position] = source.gradient(other, self.params[position])
         self._ordinary.fill(grads, 1.0, pack_into, _NONE)
 
-    def _keep(self, grads: Mapping[int, torch.Tensor]) -> None:
+    def _keep(self, grads: Mapping[int, torch.Tensor], stream: Stream) -> None:
         """Hold these gradients of earlier backwards, which autograd has made."""
         scaling = self._scaling()
-        self._hold(grads.keys(), scaling)
+        self._hold(grads.keys(), scaling, stream)
         every = [grads.get(position) for position in range(len(self.params))]
-        self._stream.submit(partial(self._ordinary.fill, every, scaling.before, pack_into, _NONE))
+        stream.submit(partial(self._ordinary.fill, every, scaling.before, pack_into, _NONE))
 
     def _copy_partial(self, older: GradientReduction, sources: Mapping[int, int]) -> None:
         self._partial.flat.zero_()
@@ -191,7 +191,10 @@ class GradientReduction:
 
     def packs_on(self, stream: Stream) -> Stream:
         """The stream to pack on: `stream`, or, if a buffer with gradients is held, the stream that allocated it."""
-        return stream if self._early is None and self.held is HeldGrads.NOTHING else self._stream
+        if self.early.source is not None:
+            return self.early.stream
+        held = self._partial_grads if self._accumulated is None else self._accumulated
+        return stream if held is None else held.stream
 
     @property
     def needs_reduction(self) -> bool:
@@ -201,25 +204,21 @@ class GradientReduction:
 
     @property
     def _publishes(self) -> bool:
-        return self._replicas is None or self._settings.all_reduce
+        return self._spec.replicas is None or self._spec.settings.all_reduce
 
     def discard(self) -> None:
         """Forget what is packed, after a failed iteration."""
-        self.drop_early()
-        self._accumulated, self._partial_positions = None, _NONE
-        for buffer in (self._ordinary.buffer, self.grads.scratch, self._partial.buffer):
-            buffer.release()
-        if self._in_comm_buffer is not None:
-            self._in_comm_buffer.buffer.release()
-        for each in self.partial_sums:
-            each.discard()
+        self.early.drop()
+        self._accumulated = self._partial_grads = None
+        self._spec.buffers.release()
 
     # ------------------------------------------------------------------ gradients that are computed where they are packed
 
     def has_place(self, position: int) -> bool:
         """Whether place() may make a tensor for this parameter: its gradient is packed as one piece, without a cast."""
-        is_packed = self._ranks > 1 and self.params[position].unsharded.dtype == self._dtype and self._dtype.is_floating_point
-        return is_packed and position in self._ordinary.whole
+        dtype = self._spec.dtype
+        is_packed = self._ranks > 1 and self.params[position].unsharded.dtype == dtype and dtype.is_floating_point
+        return is_packed and not self.reads_padding and position in self._ordinary.whole
 
     def place(self, position: int, compute: Stream) -> torch.Tensor | None:
         """A tensor in the place to which pack() would copy this gradient. Autograd computes and holds the gradient there.
@@ -227,72 +226,44 @@ class GradientReduction:
         None: the place cannot be had now, or was given away since the last pack(). Only for parameters with `has_place`, and
         only where all streams run on the caller's thread.
         """
-        if position in self._given or self._accumulated is not None:
+        settings, early = self._spec.settings, self.early
+        if self._accumulated is not None:
             return None
-        if self._scaling().before != 1.0 or self._settings.reduce_hook is not None:  # a hook has to see zeros in the padding
+        if self._scaling().before != 1.0 or settings.reduce_hook is not None:  # a hook has to see zeros in the padding
             return None
-        if self._early is None:
-            self._early, self._stream = self._early_source(compute), compute
-        return None if self._early is None else self._given.give(position, self._early.whole[position])
-
-    def _early_source(self, compute: Stream) -> PackBuffer | None:
-        """The buffer that pack() will use, to be written now; None if another reduction has it."""
-        if not self._settings.sync_gradients:
+        if early.source is None:
             source = self._ordinary
-        else:
-            source = self._source(compute, fills_grads=self._publishes and self.grads.are_missing)
-        if source.grads is not None:
-            return source
-        if (given := self._comm_buffer) is not None and self._settings.sync_gradients:
-            return source if given.lend(self.drop_early) else None
-        if not source.buffer.available:
-            return None
-        compute.submit(source.buffer.allocate)
-        return source
-
-    def drop_early(self) -> None:
-        """Undo what place() has begun: gradients get memory of their own, and what was allocated is freed."""
-        early, self._early = self._early, None
-        if early is None:
-            return
-        grads = [param.unsharded.grad for param in self.params]
-        self._stream.submit(partial(self._given.copy_away, grads, early.whole))
-        if early is self._ordinary:
-            self._stream.submit(early.buffer.release)
-        self._end_loan(early)
-
-    def _end_loan(self, early: PackBuffer) -> None:
-        if early is self._in_comm_buffer and (given := self._comm_buffer) is not None:
-            given.end_loan()
-
-    @property
-    def _comm_buffer(self) -> CommBuffer | None:
-        """The `CommBuffer` in which `_in_comm_buffer` lies, if there is one."""
-        return None if self._in_comm_buffer is None else cast(CommFlatBuffer, self._in_comm_buffer.buffer).comm_buffer
+            if settings.sync_gradients:
+                source = self._source(compute, fills_grads=self._publishes and self.grads.are_missing)
+                if source is self._ordinary and self._in_comm_buffer is not None:
+                    return None  # pack() will use the `CommBuffer`, which another reduction has now
+            if not early.begin(source, compute):
+                return None
+        return early.give(position)
 
     # ------------------------------------------------------------------ a reduction, in order
 
-    def pack(self, grads: Sequence[torch.Tensor | None], compute: Stream) -> PackedGrads | None:
+    def pack(self, grads: Grads, compute: Stream) -> PackedGrads | None:
         """Copy gradients into a buffer, or add them to accumulated ones. None in `grads`: that parameter has none.
 
         Returns: what to launch and publish. None without synchronisation of gradients: then they stay here, accumulated. None
         also if they were published at once, without a reduction.
         compute: what `packs_on` returns.
         """
-        self._stream = compute
-        settings, held, positions = self._settings, self._accumulated, self._everything
+        settings, held, positions = self._spec.settings, self._accumulated, self._everything
+        assert not isinstance(held, KeptGrads), "an `UnpackedReduction` takes them first"
         if not settings.reduce_unused and (unused := [position for position, grad in enumerate(grads) if grad is None]):
             positions = positions.difference(unused)
         if held is not None:
             positions |= held.positions
         scaling, packed = self._scaling(), None
         if settings.sync_gradients:
-            self._accumulated = packed = self._prepare(positions, scaling, compute)
+            self._accumulated = packed = self._prepare(held, positions, scaling, compute)
             source = packed.source
         else:
             source = self._ordinary if held is None else held.source
-            self._accumulated = Accumulated(source, positions, scaling)
-        in_place = self._take_early(source, grads, compute)
+            self._accumulated = Accumulated(source, positions, scaling, compute)
+        in_place = self.early.take(source, grads, compute)
         if held is None:
             compute.submit(source.buffer.allocate)
             self._zero_padding(source, compute)
@@ -301,31 +272,19 @@ class GradientReduction:
         compute.submit(partial(source.fill, grads, scaling.before, pack_into if held is None else add_into, in_place))
         return packed
 
-    def _take_early(self, source: PackBuffer, grads: Sequence[torch.Tensor | None], compute: Stream) -> frozenset[int]:
-        """End what place() has begun. Returns: which of these gradients lie in `source`, which is about to be written."""
-        if self._early is not source:
-            self.drop_early()
-            return _NONE
-        self._early = None
-        self._end_loan(source)
-        return self._given.arrived(grads, source.whole, compute)
-
-    @property
-    def _divides_at_pack(self) -> bool:
-        return self._comm.multiplies_terms
-
     def _scaling(self) -> Scaling:
-        factor, sums = self._settings.divide_factor, self._settings.force_sum
-        return Scaling.of(self._dtype, self._ranks, self._comm.size, factor, sums, self._divides_at_pack)
+        factor, sums = self._spec.settings.divide_factor, self._spec.settings.force_sum
+        return Scaling.of(self._spec.dtype, self._ranks, self._spec.comm.size, factor, sums, self._divides_at_pack)
 
-    def _prepare(self, positions: frozenset[int], scaling: Scaling, compute: Stream) -> PackedGrads:
+    def _prepare(
+        self, held: Accumulated | PackedGrads | None, positions: frozenset[int], scaling: Scaling, compute: Stream
+    ) -> PackedGrads:
         """Allocate what the reduction will write: all gradients, if they are new and not converted; else scratch."""
-        publishes, adds_partial = self._publishes, bool(self._partial_positions)
-        if adds_partial:
-            positions |= self._partial_positions
+        publishes, reduced = self._publishes, self._partial_grads
+        if reduced is not None:
+            positions |= reduced.positions
         fresh = self.grads.missing(positions)
         fills_grads = publishes and not self.grads.converts and len(fresh) == len(self.params)
-        held = self._accumulated
         source = self._source(compute, fills_grads=fills_grads) if held is None else held.source
         new = (source.grads or self.grads.new(fresh, compute)) if publishes and fresh else None
         older = {position: self.grads.older(position, compute) for position in positions.difference(fresh)} if publishes else {}
@@ -333,14 +292,14 @@ class GradientReduction:
         result, used = Output.GRADS, list[FlatBuffer]()
         if not publishes:
             compute.submit(self._partial.buffer.allocate)
-        elif adds_partial:
+        elif reduced is not None:
             used.append(self._partial.buffer)
         if out is None:
             out, result = self.grads.scratch_flat, Output.SCRATCH if publishes else Output.PARTIAL
             compute.submit(self.grads.scratch.allocate)
             used.append(self.grads.scratch)
         used.append(source.buffer)
-        return PackedGrads(source, new, older, out, scaling, positions, fresh, result, adds_partial, used, compute)
+        return PackedGrads(source, new, older, out, scaling, positions, fresh, result, reduced is not None, used, compute)
 
     def _source(self, compute: Stream, *, fills_grads: bool) -> PackBuffer:
         """Where to pack gradients that are then reduced, if none are packed yet. fills_grads: the result is all new gradients.
@@ -348,16 +307,16 @@ class GradientReduction:
         Invariant: the order of reductions alone decides whether that is the `CommBuffer`: NCCL must know the memory of all
         ranks, or of none. What place() has made there, on this rank only, is copied away when another group packs.
         """
-        if fills_grads and self._comm.size == 1 and not self.grads.converts:
-            if self._early is not None and self._early.grads is not None:
-                return self._early
+        if fills_grads and self._spec.comm.size == 1 and not self.grads.converts:
+            if (begun := self.early.source) is not None and begun.grads is not None:
+                return begun
             return self._ordinary.in_grads(self.grads.new(range(len(self.params)), compute))
         source = self._in_comm_buffer
         return self._ordinary if source is None or not source.buffer.available else source
 
     def _zero_padding(self, source: PackBuffer, compute: Stream) -> None:
-        """Zero the padding if it is read: a hook sees it, and codes share their blocks with it."""
-        if self._settings.reduce_hook is not None:
+        """Zero the padding if it is read, if only by a hook."""
+        if self._spec.settings.reduce_hook is not None:
             compute.submit(source.flat.zero_)
         elif source.gaps:
             compute.submit(source.zero_gaps)
@@ -375,7 +334,7 @@ class GradientReduction:
         # NCCL before 2.29 needs its output in the window as well. Cost: one segment copied.
         own = packed.source.own
         out = packed.out if own is None else own
-        self._comm.reduce_scatter(out, packed.source.flat, packed.scaling.op, stream=stream)
+        self._spec.comm.reduce_scatter(out, packed.source.flat, packed.scaling.op, stream=stream)
         if own is not None:
             stream.submit(partial(packed.out.copy_, own))
 
@@ -393,25 +352,25 @@ class GradientReduction:
         self._all_reduce(packed, stream)
 
     def _all_reduce(self, packed: PackedGrads, stream: Stream) -> None:
-        assert self._replicas is not None, "the group has replicas"
-        self._replicas.all_reduce(packed.out, packed.out, packed.scaling.all_reduce_op, stream=stream)
+        assert self._spec.replicas is not None, "the group has replicas"
+        self._spec.replicas.all_reduce(packed.out, packed.out, packed.scaling.all_reduce_op, stream=stream)
 
     def publish(self, packed: PackedGrads, stream: Stream) -> None:
         """Make what was reduced the sharded gradients, or add it to earlier ones. If it stays partial, publish nothing."""
         if packed.result is Output.PARTIAL:
-            self._accumulated, self._partial_positions = None, packed.positions
+            self._accumulated, self._partial_grads = None, PartialGrads(packed.positions, packed.stream)
             return
         if packed.scaling.after != 1.0:
             stream.submit(partial(packed.out.mul_, packed.scaling.after))
-        if self._settings.reduce_hook is not None:
-            _call_hook(self._settings.reduce_hook, packed.out, stream, self._settings.reduce_hook_stream or stream)
+        if self._spec.settings.reduce_hook is not None:
+            _call_hook(self._spec.settings.reduce_hook, packed.out, stream, self._spec.settings.reduce_hook_stream or stream)
         grads = self.grads
         if packed.result is Output.SCRATCH:
             stream.submit(partial(grads.fold, packed.new, packed.fresh, packed.older))
         if packed.new is not None:
             grads.assign(packed.new, packed.fresh, stream)
         grads.call_hooks(packed.positions, stream)
-        self._accumulated, self._partial_positions = None, _NONE  # Hazard: not before: if a hook raises, streams use the memory
+        self._accumulated = self._partial_grads = None  # Hazard: not before: if a hook raises, streams use the memory
 
 
 def _call_hook(hook: Callable[[torch.Tensor], None], out: torch.Tensor, stream: Stream, hook_stream: Stream) -> None:
@@ -428,33 +387,25 @@ class CustomReduction(GradientReduction):
     The user's reduce-scatter gets the operation that averages, as FSDP2's do, and sees the padding, which is zero.
     """
 
-    def __init__(self, *about: Any) -> None:
-        super().__init__(*about)
-        self.launches_jointly = False
+    reads_padding = True
+
+    def __init__(self, spec: ReductionSpec) -> None:
+        super().__init__(replace(spec, comm_buffer=None))
+        self.launches_jointly = self._divides_at_pack = False
 
     @property
     def _custom(self) -> CustomReduceScatter:
-        assert self._settings.reduce_scatter is not None, "that is why it was chosen"
-        return self._settings.reduce_scatter
+        assert self._spec.settings.reduce_scatter is not None, "that is why it was chosen"
+        return self._spec.settings.reduce_scatter
 
-    def _make_buffer(self, nbytes: int, buffers: BufferMaker) -> FlatBuffer:
+    def _make_buffer(self, nbytes: int) -> FlatBuffer:
+        buffers = self._spec.buffers
         memory = self._custom.allocate(nbytes, buffers.device)
         given = CommBuffer.given(memory, nbytes, buffers.device, self.params[0].name)
         return buffers.make_in(given, BufferKind.PACKED, nbytes)
 
-    def has_place(self, position: int) -> bool:
-        """False: pack() zeroes all of the memory first, since the user's reduce-scatter sees the padding."""
-        return False
-
-    @property
-    def _divides_at_pack(self) -> bool:
-        return False
-
     def _source(self, compute: Stream, *, fills_grads: bool) -> PackBuffer:
         return self._ordinary
 
-    def _zero_padding(self, source: PackBuffer, compute: Stream) -> None:
-        compute.submit(source.flat.zero_)
-
     def launch(self, packed: PackedGrads, stream: Stream) -> None:
-        self._custom(packed.out, packed.source.flat, packed.scaling.op, self._comm, stream)
+        self._custom(packed.out, packed.source.flat, packed.scaling.op, self._spec.comm, stream)

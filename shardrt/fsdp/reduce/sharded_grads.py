@@ -32,7 +32,7 @@ class NewGrads(NamedTuple):
     """Memory for gradients of a group, in one step."""
 
     segment: torch.Tensor | None  # (s,) in the reduce dtype, if these are all gradients and reduced values are not converted
-    parts: dict[int, torch.Tensor]  # this rank's part of each gradient, by position
+    parts: dict[int, torch.Tensor]  # this rank's part of each gradient, in the shape of the shard, by position
 
 
 class ShardedGrads:

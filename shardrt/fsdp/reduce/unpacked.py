@@ -7,20 +7,17 @@ each step makes gradients of its own, and `zero_grad()` frees them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 
 import torch
 
-from ...comm import Communicator, Stream
+from ...comm import Stream
 from ...kernels import add_into
 from ...tensor.dtensor.replaced import user_hooks
 from ..base import events
-from ..params.param import ShardedParam
-from .packed import HeldGrads, PackedGrads
-from .reduce import GradientReduction
-
-Grads = Sequence[torch.Tensor | None]  # one for each trainable parameter; None: it has none
+from .packed_grads import Grads, KeptGrads, PackedGrads
+from .reduce import GradientReduction, ReductionSpec
 
 
 class UnpackedReduction(GradientReduction):
@@ -29,49 +26,33 @@ class UnpackedReduction(GradientReduction):
     It packs them where the settings ask for something to be done to them.
     """
 
-    _kept: Grads = ()  # gradients of backwards without synchronisation; () for none; written by pack() and discard()
-
     @staticmethod
-    def suits(params: Sequence[ShardedParam], comm: Communicator, replicas: Communicator | None, dtype: torch.dtype) -> bool:
+    def suits(spec: ReductionSpec) -> bool:
         """Whether nothing is to be reduced, converted, moved or added up for these trainable parameters."""
         return (
-            comm.size == 1
-            and replicas is None
-            and all(param.dtype == dtype and param.local.device == comm.device for param in params)
-            and all(param.outer is None or param.outer.partial_mesh is None for param in params)
+            spec.comm.size == 1
+            and spec.replicas is None
+            and all(param.dtype == spec.dtype and param.local.device == spec.comm.device for param in spec.chosen)
+            and all(param.outer is None or param.outer.partial_mesh is None for param in spec.chosen)
         )
 
-    @property
-    def held(self) -> HeldGrads:
-        return HeldGrads.ACCUMULATED if self._kept else super().held
-
-    @property
-    def held_params(self) -> set[ShardedParam]:
-        kept = {self.params[position] for position, grad in enumerate(self._kept) if grad is not None}
-        return super().held_params | kept
-
-    def _keep(self, grads: Mapping[int, torch.Tensor]) -> None:
-        self._kept = [grads.get(position) for position in range(len(self.params))]
-
-    def discard(self) -> None:
-        super().discard()
-        self._kept = ()
+    def _keep(self, grads: Mapping[int, torch.Tensor], stream: Stream) -> None:
+        self._accumulated = KeptGrads([grads.get(position) for position in range(len(self.params))], stream)
 
     def pack(self, grads: Grads, compute: Stream) -> PackedGrads | None:
-        kept, self._kept = self._kept, ()
-        if kept:
-            grads = _added(kept, grads, compute)
+        if isinstance(held := self._accumulated, KeptGrads):
+            self._accumulated = None
+            grads = _added(held.grads, grads, compute)
         if self._accumulated is not None or not self._takes(grads):
             return super().pack(grads, compute)
-        self._stream = compute
         if events.observers:
             for grad in grads:
                 if grad is not None:
                     self.grads.tell_observers(grad.untyped_storage())
-        if self._settings.sync_gradients:
+        if self._spec.settings.sync_gradients:
             compute.submit(partial(self._publish, grads, compute))
         else:
-            self._kept = grads
+            self._accumulated = KeptGrads(grads, compute)
         return None
 
     def _takes(self, grads: Grads) -> bool:
@@ -80,10 +61,10 @@ class UnpackedReduction(GradientReduction):
         The settings must ask for nothing to be done to them, and they must be plain dense tensors in the parameters' dtypes
         that are in no graph, unlike those of `backward(create_graph=True)`.
         """
-        settings = self._settings
+        settings = self._spec.settings
         if settings.reduce_hook is not None or settings.reduce_unused or settings.divide_factor not in (None, 1):
             return False
-        if self._dtype.is_complex and any(grad is not None and grad.is_conj() for grad in grads):
+        if self._spec.dtype.is_complex and any(grad is not None and grad.is_conj() for grad in grads):
             return False  # as torch's optimizers cannot take one that is conjugated lazily
         for grad, param in zip(grads, self.params, strict=True):
             if grad is not None and (

@@ -27,7 +27,7 @@ from ...tensor.dtensor.inference_mode import outside_inference_mode
 from ..base.autograd import GroupPhase
 from ..memory.host_memory import POOL
 from ..params.param import ShardedParam
-from ..reduce.packed import HeldGrads
+from ..reduce.packed_grads import HeldGrads
 from .param_group import ParamGroup
 from .registered import check_replacements
 

@@ -48,8 +48,8 @@ from ..params.layout import Layout
 from ..params.param import ShardedParam, Slot, times_written
 from ..params.visible import VisibleParams, warn_of_writes
 from ..reduce.coded import CodedReduction, QuantizedReduction
-from ..reduce.packed import PackedGrads
-from ..reduce.reduce import CustomReduction, GradientReduction
+from ..reduce.packed_grads import PackedGrads
+from ..reduce.reduce import CustomReduction, GradientReduction, ReductionSpec
 from ..reduce.unpacked import UnpackedReduction
 
 _ADVICE = (
@@ -386,20 +386,22 @@ class ParamGroup:
             self.visible.set_linear(places)
 
     def _make_reduction(self, context: Context, chosen: Sequence[ShardedParam]) -> GradientReduction:
-        comm, replicas, dtype = (
-            self.reduce_comm,
-            self.all_reduce_comm,
-            self.mp_policy.reduction_dtype(p.dtype for p in chosen),
+        spec = ReductionSpec(
+            params=self.params,
+            chosen=chosen,
+            layout=self.layout,
+            comm=self.reduce_comm,
+            replicas=self.all_reduce_comm,
+            settings=self.settings,
+            dtype=self.mp_policy.reduction_dtype(param.dtype for param in chosen),
+            buffers=BufferMaker(self.mesh.device, context.memory, self),
+            comm_buffer=context.comm_buffer_for(self.nbytes, symmetric=self.settings.symmetric),
         )
-        buffers = BufferMaker(self.mesh.device, context.memory, self)
-        about = self.params, chosen, self.layout, comm, replicas, self.settings, dtype, buffers
-        comm_buffer = context.comm_buffer_for(self.nbytes, symmetric=self.settings.symmetric)
         if self.coded is not None:
-            return QuantizedReduction(self.coded, *about, comm_buffer if self.coded.shards is None else None)
+            return QuantizedReduction(self.coded, spec)
         if self.settings.reduce_scatter is not None:
-            return CustomReduction(*about)
-        kind = UnpackedReduction if UnpackedReduction.suits(chosen, comm, replicas, dtype) else GradientReduction
-        return kind(*about, comm_buffer)
+            return CustomReduction(spec)
+        return UnpackedReduction(spec) if UnpackedReduction.suits(spec) else GradientReduction(spec)
 
     @property
     def sums_terms(self) -> bool:

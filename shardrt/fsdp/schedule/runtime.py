@@ -24,7 +24,7 @@ from ..memory import context
 from ..memory.buffers import FlatBuffer, Handoff
 from ..params.param import times_written
 from ..reduce.grad_layout import reduce_layout
-from ..reduce.packed import HeldGrads, PackedGrads
+from ..reduce.packed_grads import HeldGrads, PackedGrads
 from ..reduce.reduce import GradientReduction
 from . import registered, symmetric_windows
 from .param_group import ParamGroup, free_stale
@@ -387,7 +387,7 @@ class Runtime(context.Context):
             self._reduce_bucket()
         for group in self.groups:
             if group.reduction is not None:
-                group.reduction.drop_early()
+                group.reduction.early.drop()
             if group.calls.phase is GroupPhase.BACKWARD:
                 group.calls.end_backward(group)
             if group.state.gathered:

@@ -1,4 +1,7 @@
-"""Packed gradients: the buffers that they lie in, and the values that one step of a reduction hands to the next."""
+"""Packed gradients: the buffers that they lie in, what one step of a reduction hands to the next, and what is held.
+
+Legend: N ranks; s elements in a segment, that of one rank.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from .grad_layout import GradRange, Scaling
 from .sharded_grads import NewGrads
 
 Copy = Callable[[list[torch.Tensor], list[torch.Tensor], float], None]  # pack_into, or add_into
+Grads = Sequence[torch.Tensor | None]  # one for each parameter of the reduction, in its shape; None: it has none
 
 
 class HeldGrads(Enum):
@@ -33,14 +37,14 @@ class PackBuffer:
     """Memory for packed gradients, and its views: all of it, and piece by piece."""
 
     buffer: FlatBuffer  # an empty one if the memory is that of `grads`, which is allocated
-    flat: torch.Tensor
-    pieces: list[torch.Tensor]
-    whole: dict[int, torch.Tensor]  # the pieces that are all of a gradient, by the position of the parameter
-    gaps: list[torch.Tensor]  # what is between the pieces, if codes are sent: a NaN there would make its whole block NaN
+    flat: torch.Tensor  # (N * s,)
+    pieces: list[torch.Tensor]  # (numel,), or the parameter's shape if it is all of the gradient
+    whole: dict[int, torch.Tensor]  # the latter, by the position of the parameter
+    gaps: list[torch.Tensor]  # (numel,) between the pieces, if they are read: a NaN there would make a block of codes NaN
     cuts: Sequence[tuple[GradRange, int]]  # what each piece is, and the shard dim of its parameter
     uncut: bool  # every gradient is one piece, in the parameters' order
     grads: NewGrads | None = None  # the sharded gradients whose memory this is, on a single shard rank
-    own: torch.Tensor | None = None  # this rank's segment, if it is to be written there: in a symmetric window
+    own: torch.Tensor | None = None  # (s,) this rank's segment, if it is to be written there: in a symmetric window
 
     def in_grads(self, grads: NewGrads) -> PackBuffer:
         """The same layout in the memory of new gradients of a single shard rank: their parts are the pieces."""
@@ -67,7 +71,7 @@ class PackBuffer:
         for gap in self.gaps:
             gap.zero_()
 
-    def fill(self, grads: Sequence[torch.Tensor | None], scale: float, copy: Copy, in_place: Set[int]) -> None:
+    def fill(self, grads: Grads, scale: float, copy: Copy, in_place: Set[int]) -> None:
         """Copy or add gradients piece by piece, as `copy` does. If it copies, zeros stand for a gradient that is missing.
 
         in_place: positions whose gradient is in its place already.
@@ -117,6 +121,25 @@ class Accumulated(NamedTuple):
     source: PackBuffer
     positions: frozenset[int]
     scaling: Scaling  # they are multiplied by its `before`
+    stream: Stream  # the one that has packed, and has allocated `source`
+
+
+class KeptGrads(NamedTuple):
+    """Gradients of such backwards as autograd has made them: of an `UnpackedReduction`."""
+
+    grads: Grads
+    stream: Stream  # the one on which they were made
+
+    @property
+    def positions(self) -> frozenset[int]:
+        return frozenset(position for position, grad in enumerate(self.grads) if grad is not None)
+
+
+class PartialGrads(NamedTuple):
+    """Gradients that are reduced within a replica only, as one piece, in the buffer that a reduction has for them."""
+
+    positions: frozenset[int]
+    stream: Stream  # the one that allocated that buffer
 
 
 class Output(Enum):
@@ -132,7 +155,7 @@ class PackedGrads(NamedTuple):
 
     source: PackBuffer  # what is sent
     new: NewGrads | None  # memory of the fresh gradients; None if there are none, or nothing is published
-    older: dict[int, torch.Tensor]  # earlier gradients to which the result is added: this rank's parts, by position
+    older: dict[int, torch.Tensor]  # earlier gradients to which the result is added: this rank's parts of each, by position
     out: torch.Tensor  # (s,) what is received: the sharded gradients themselves, or scratch
     scaling: Scaling
     positions: frozenset[int]  # of the parameters that have a gradient in it
