@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from checkpoints import assert_holds, freeze, shared_folder, small_state, stock_load, tensors_of, train
-from ranks import on_ranks, run_script
+from ranks import on_ranks, refused, run_script
 from shardrt import checkpoint
 from shardrt.checkpoint import CheckpointError, async_save, latest, save
 from shardrt.checkpoint.saving import save as saving
@@ -156,10 +156,8 @@ def test_an_error_in_the_background_is_raised_on_every_rank_and_the_next_save_wo
         save(folder / "step-1", state)
         with failing_writes(world, world.size - 1):
             running = async_save(folder / "step-2", state)
-            with pytest.raises(CheckpointError, match=rf"rank {world.size - 1} raised .*No space left.*free space"):
-                running.wait()
-        with pytest.raises(CheckpointError, match="No space left"):
-            running.poll()
+            refused(rf"rank {world.size - 1} raised .*No space left.*free space", running.wait, CheckpointError)
+        refused("No space left", running.poll, CheckpointError)
         world.barrier()
         assert os.listdir(folder) == ["step-1"]
         async_save(folder / "step-3", state).wait()
@@ -187,8 +185,7 @@ def test_a_commit_that_fails_in_the_background_is_raised_on_every_rank(world: Wo
         state = small_state()
         running = async_save(folder / "step-1", state)
         with mock.patch.object(os, "rename", side_effect=OSError(errno.EROFS, os.strerror(errno.EROFS))):
-            with pytest.raises(CheckpointError, match=r"rank 0 raised CheckpointError: cannot rename .*Read-only"):
-                running.wait()
+            refused(r"rank 0 raised CheckpointError: cannot rename .*Read-only", running.wait, CheckpointError)
             world.barrier()
         assert latest(folder) is None
 
@@ -267,15 +264,13 @@ os.write(1, f"threads {{threads}}\\n".encode())
 
 @pytest.mark.parametrize("end", ["shardrt.finalize()", pytest.param("", marks=pytest.mark.all)])
 def test_at_the_end_the_save_under_way_is_committed(tmp_path: Path, end: str) -> None:
-    done = run_script(ENDS.format(folder=str(tmp_path), seconds=0.5, end=end), 2)
-    assert done.returncode == 0, done.stderr
+    done = run_script(ENDS.format(folder=str(tmp_path), seconds=0.5, end=end), 2, code=0)
     assert sorted(os.listdir(tmp_path)) == ["step-1", "step-2"]
     assert done.stdout.count("threads []" if end else "threads ['shardrt-checkpoint']") == 2
 
 
 def test_the_job_fails_if_the_last_save_does(tmp_path: Path) -> None:
-    done = run_script(ENDS.format(folder=str(tmp_path), seconds=0.5, end="os.fsync = None"), 1)
-    assert done.returncode == 1
+    done = run_script(ENDS.format(folder=str(tmp_path), seconds=0.5, end="os.fsync = None"), 1, code=1)
     assert "CheckpointError: rank 0 raised TypeError" in done.stderr
     assert latest(tmp_path) == tmp_path / "step-1"
 
@@ -324,5 +319,4 @@ def memory(kind: str) -> int:
 
 
 def test_without_ranks_save_says_what_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"call shardrt.init\(\) first"):
-        checkpoint.save(tmp_path / "step-1", {"x": torch.ones(3)})
+    refused(r"call shardrt.init\(\) first", lambda: checkpoint.save(tmp_path / "step-1", {"x": torch.ones(3)}), RuntimeError)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_by_stock
 from torch.distributed.checkpoint.state_dict_saver import save as save_by_stock
 
-from ranks import rank_environment
+from ranks import rank_environment, refused
 from shardrt.checkpoint.__main__ import main
 
 
@@ -315,8 +315,7 @@ def test_what_a_file_with_foreign_objects_is_told(is_zip: bool, tmp_path: Path, 
     ],
 )
 def test_usage(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        call(*arguments)
+    refused("2", lambda: call(*arguments), SystemExit)
     assert re.fullmatch(rf"shardrt-checkpoint( \w+)?: error: {message}\n", capsys.readouterr().err)
 
 

@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import shardrt
-from checkpoints import shared_folder
+from checkpoints import flip, reading, shared_folder
 from ranks import on_ranks
 from shardrt import FlatShard, RaggedShard, Replicate, Shard
 from shardrt.checkpoint import CheckpointError, load, save
 from shardrt.checkpoint.formats.dcp.metadata_reader import read_stored
 from shardrt.checkpoint.formats.stored import StoredChunk
 from shardrt.checkpoint.formats.torch_file.items import BLOCK
-from shardrt.checkpoint.formats.torch_file.stored_items import read_item
-from shardrt.checkpoint.loading import load as loading
 from shardrt.comm import World
 from shardrt.tensor.placement.placement import Placement
 
@@ -39,25 +36,15 @@ def target(world: World, placements: tuple[Placement, ...], shape: tuple[int, ..
 def flipped(world: World, folder: Path, chunk: StoredChunk, at: int) -> Iterator[None]:
     """In the block, a bit of the chunk's memory, `at` bytes from its start or, if negative, its end, is another one."""
 
-    def flip() -> None:
+    def change() -> None:
         if world.rank == 0:
-            with open(folder / chunk.file, "r+b") as file:
-
-                def read(offset: int, nbytes: int) -> bytes:
-                    file.seek(chunk.offset + offset)
-                    return file.read(nbytes)
-
-                item = read_item(read, chunk.length, "test")
-                place = item.data_start + at % item.data_nbytes
-                byte = read(place, 1)[0] ^ 4
-                file.seek(chunk.offset + place)
-                file.write(bytes([byte]))
+            flip(folder, chunk, at)
         world.comm.exchange(None)
 
-    flip()
+    change()
     yield
     world.comm.exchange(None)
-    flip()
+    change()
 
 
 def ragged(world: World) -> tuple[Placement, ...]:
@@ -147,20 +134,6 @@ def test_small_tensors(world: World, numel: int) -> None:
                 load(folder / "saved", {"w": loaded})
 
 
-@contextmanager
-def bytes_read() -> Iterator[list[int]]:
-    """How many bytes each load reads."""
-    found = list[int]()
-
-    def count(text: str, *args: Any) -> None:
-        if text.startswith("loaded"):
-            found.append(args[1])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading._log, "debug", count)
-        yield found
-
-
 @on_ranks(3)
 def test_what_the_verification_reads(world: World) -> None:
     """As much as a rank needs, once more; nothing where every rank reads what it wrote, or whole rows."""
@@ -178,9 +151,9 @@ def test_what_the_verification_reads(world: World) -> None:
             ("columns", rows, 1.0, 1.05),
             ("rows", columns, 1.98, 2.02),
         ):
-            with bytes_read() as read:
+            with reading() as read:
                 load(folder / name, {"w": tensor})
-            assert least <= read[0] / wanted <= most, (name, read[0] / wanted)
+            assert least <= read[0][0] / wanted <= most, (name, read[0][0] / wanted)
 
 
 @on_ranks(2)
@@ -197,7 +170,7 @@ def test_columns_of_other_writers(world: World) -> None:
         loaded = target(world, (Shard(1),), (500, 500), torch.float32)
         whole = torch.empty(500, 500)
         load(folder / "saved", {"w": whole})
-        with bytes_read() as read:
+        with reading() as read:
             load(folder / "saved", {"w": loaded})
         assert torch.equal(loaded.to_local(), loaded.spec.local_shard(whole))
-        assert read[0] < 1.1 * 4 * loaded.to_local().numel()
+        assert read[0][0] < 1.1 * 4 * loaded.to_local().numel()

@@ -17,6 +17,7 @@ import shardrt
 from ranks import on_ranks
 from shardrt.checkpoint.__main__ import main
 from shardrt.comm import World
+from toys import shard_blocks
 
 WIDTH, HIDDEN = 12, 22
 NAMES = ("exp_avg", "exp_avg_sq", "step")
@@ -160,9 +161,7 @@ def ours(world: World, seed: int, kind: str) -> tuple[nn.Module, int]:
         mesh = shardrt.DeviceMesh(world.comm, (2, size // 2), ("replicate", "shard"))
     else:
         mesh = shardrt.DeviceMesh(world.comm, (size,), ("shard",))
-    for block in model.blocks:
-        shardrt.fully_shard(block, mesh=mesh)
-    shardrt.fully_shard(model, mesh=mesh)
+    shard_blocks(model, mesh=mesh)
     return model, world.rank // 2 if kind == "2-D" else world.rank
 
 
@@ -238,7 +237,7 @@ def test_stock_dcp_reads_what_was_written_here(tmp_path: Path, size: int, kind: 
 
 
 @on_ranks(2)
-def as_torchtitan(world: World, folder: Path) -> None:
+def test_the_layout_of_torchtitan(world: World, tmp_path: Path) -> None:
     """A model without a key of its own, and hyperparameters by parameter: written here, read by the steps of torchtitan."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
@@ -246,22 +245,17 @@ def as_torchtitan(world: World, folder: Path) -> None:
     model, place = ours(world, 1, "1-D")
     optimizer, options = train(model, place), StateDictOptions(flatten_optimizer_state_dict=True)
     flat = shardrt.checkpoint.get_optimizer_state_dict(model, optimizer, options=options)
-    shardrt.checkpoint.save(folder / "ours", {"": model, "optimizer": flat})
+    shardrt.checkpoint.save(tmp_path / "ours", {"": model, "optimizer": flat})
     expected = everything(model, optimizer)
-    with process_group(world, folder):
+    with process_group(world, tmp_path):
         model, _ = fsdp2(2, "1-D")
         optimizer = train(model, 0, steps=0)
         state = their_state(model, optimizer, flat=True)
         state |= state.pop("model")
-        dcp.load(state, checkpoint_id=folder / "ours")
+        dcp.load(state, checkpoint_id=tmp_path / "ours")
         set_optimizer_state_dict(model, optimizer, state.pop("optimizer"), options=options)
         set_model_state_dict(model, state)
         assert_same(everything(model, optimizer), expected)
-
-
-@pytest.mark.ranks
-def test_the_layout_of_torchtitan(tmp_path: Path) -> None:
-    as_torchtitan(size=2, folder=tmp_path)
 
 
 @pytest.mark.ranks

@@ -28,7 +28,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import shardrt
 from checkpoints import shared_folder, small_state, tensors_of, train
 from marks import rest
-from ranks import on_ranks, run_script
+from ranks import on_ranks, refused, run_script
 from shardrt import checkpoint
 from shardrt.checkpoint import CheckpointError, DamagedCheckpointError
 from shardrt.checkpoint.__main__ import main
@@ -426,8 +426,7 @@ def test_a_store_that_never_answers_ends_the_job(
     how: str, naps: dict[str, float], request_: str, rank: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "step-1"
-    done = run_script(SLOW, 2, URL=f"slow://{folder}", HOW=how, NAPS=repr(naps), SHARDRT_TIMEOUT="3")
-    assert done.returncode == 17, done.stderr
+    done = run_script(SLOW, 2, code=17, URL=f"slow://{folder}", HOW=how, NAPS=repr(naps), SHARDRT_TIMEOUT="3")
     asked = re.escape(f"in a request to a store, to {request_.format(folder)} (limit 3 s, SHARDRT_TIMEOUT); ending the job")
     assert re.search(rf"rank {rank}: waited \d+ s {asked}", done.stderr), done.stderr
 
@@ -537,8 +536,7 @@ def test_a_save_does_not_replace_what_another_job_has_saved_meanwhile(world: Wor
             folder = Path(url.removeprefix("file://"))
             shutil.copytree(folder / "other", folder / "step-1", dirs_exist_ok=True)
         world.barrier()
-        with pytest.raises(CheckpointError, match="has a checkpoint that another job has saved there"):
-            saving.wait()
+        refused("has a checkpoint that another job has saved there", saving.wait, CheckpointError)
         target = {"a": torch.zeros(3)}
         checkpoint.load(f"{url}/step-1", target)
         assert target["a"].tolist() == [1, 1, 1]
@@ -583,10 +581,8 @@ def test_bad_urls_are_refused_on_every_rank(world: World) -> None:
             with pytest.raises(CheckpointError, match=reason):
                 call(url, {"a": 1})
     last = "s3://bucket/step-1" if world.rank == world.size - 1 else "memory://runs/step-1"
-    with pytest.raises(CheckpointError, match=f"rank {world.size - 1} raised"):
-        shardrt.Run(last, {})
-    with pytest.raises(CheckpointError, match="memory://"):
-        checkpoint.save("memory://", {"a": 1})
+    refused(f"rank {world.size - 1} raised", lambda: shardrt.Run(last, {}), CheckpointError)
+    refused("memory://", lambda: checkpoint.save("memory://", {"a": 1}), CheckpointError)
     for convert in (checkpoint.load_safetensors, checkpoint.save_safetensors):
         with pytest.raises(CheckpointError, match="DCP's format only"):
             convert(torch.nn.Linear(2, 2), "memory://runs/model")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from ranks import refused
 from saves import FILE, STEPS, begin, content_of, counted_down, grow_old, names, save, without_exchange
 from shardrt.checkpoint import CheckpointError, latest
 from shardrt.checkpoint.disk import folders
@@ -67,15 +68,13 @@ class TestWriter:
         with pytest.raises(CheckpointError, match=r"cannot create .*/gone/file.*No such file.*all ranks share"):
             Writer(tmp_path / "gone" / "file")
         (tmp_path / "plain").touch()
-        with pytest.raises(CheckpointError, match="a file is where a folder should be"):
-            Writer(tmp_path / "plain" / "file")
+        refused("a file is where a folder should be", lambda: Writer(tmp_path / "plain" / "file"), CheckpointError)
 
     def test_a_full_disk_is_named(self, tmp_path: Path) -> None:
         writer = Writer(tmp_path / "file")
         os.dup2(os.open("/dev/full", os.O_WRONLY), writer._fd)
         writer.write(0, [b"abc"])
-        with pytest.raises(CheckpointError, match="No space left on device; free space"):
-            writer.close()
+        refused("No space left on device; free space", writer.close, CheckpointError)
 
     def test_a_limit_of_file_sizes_is_named(self, tmp_path: Path) -> None:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -96,8 +95,7 @@ class TestWriter:
             with monkeypatch.context() as patched:
                 writer = Writer(tmp_path / name)
                 patched.setattr(os, name, fails)
-                with pytest.raises(CheckpointError, match=f"cannot {action} .*Input/output error"):
-                    writer.close()
+                refused(f"cannot {action} .*Input/output error", writer.close, CheckpointError)
 
 
 class TestReader:
@@ -118,8 +116,7 @@ class TestReader:
             pytest.raises(CheckpointError, match=r"file' is damaged: expected 5 bytes at 8, found 2"),
         ):
             reader.read(8, 5)
-        with pytest.raises(CheckpointError, match=r"cannot open .*other"):
-            Reader(tmp_path / "other")
+        refused(r"cannot open .*other", lambda: Reader(tmp_path / "other"), CheckpointError)
 
 
 class TestCommit:
@@ -147,8 +144,7 @@ class TestCommit:
     def test_a_folder_with_other_files_is_neither_replaced_nor_deleted(self, tmp_path: Path, caplog: Any) -> None:
         save(tmp_path / "step-1", b"one")
         (tmp_path / "step-1" / "notes.txt").write_text("mine")
-        with pytest.raises(CheckpointError, match=r"neither replaced nor deleted: it has notes\.txt"):
-            save(tmp_path / "step-1", b"two")
+        refused(r"neither replaced nor deleted: it has notes\.txt", lambda: save(tmp_path / "step-1", b"two"), CheckpointError)
         save(tmp_path / "step-2", b"two", keep=1)
         assert "notes.txt" in caplog.text
         assert names(tmp_path) == ["step-1", "step-2"]
@@ -184,8 +180,7 @@ class TestCommit:
             check_files(folder, {"__1_0.distcp": 8})
         with pytest.raises(CheckpointError, match=r"cannot find .*__2_0.distcp.*all ranks share"):
             check_files(folder, {"__1_0.distcp": 4, "__2_0.distcp": 4})
-        with pytest.raises(CheckpointError, match="File exists; another job writes there"):
-            Writer(folder / "__1_0.distcp")
+        refused("File exists; another job writes there", lambda: Writer(folder / "__1_0.distcp"), CheckpointError)
 
     def test_a_link_to_a_folder_stays_a_link(self, tmp_path: Path) -> None:
         save(tmp_path / "step-1", b"one")
@@ -214,8 +209,7 @@ class TestCommit:
 
     def test_the_current_directory_is_not_replaced(self, tmp_path: Path, monkeypatch: Any) -> None:
         monkeypatch.chdir(tmp_path)
-        with pytest.raises(ValueError, match="is the current directory"):
-            save(Path(), b"one")
+        refused("is the current directory", lambda: save(Path(), b"one"))
 
 
 class TestRetention:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from ranks import on_ranks
 from shardrt import checkpoint
 from shardrt.checkpoint import CheckpointError, StateDictOptions, get_optimizer_state_dict, load, save
 from shardrt.comm import World
-from toys import OddMLP, shard_blocks
+from toys import OddMLP, logged, shard_blocks, step_all
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -38,8 +36,7 @@ def stepped(model: nn.Module, make: Callable[[Any], torch.optim.Optimizer] = ada
     for param in model.parameters():
         if param.requires_grad:
             param.grad = torch.randn_like(param)
-    optimizer.step()
-    optimizer.zero_grad()
+    step_all(optimizer)
     return {"model": model, "optimizer": optimizer}
 
 
@@ -58,15 +55,6 @@ def check_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         assert torch.equal(found[name], value), name
 
 
-@contextmanager
-def said() -> Iterator[list[str]]:
-    """The warnings of the block."""
-    texts = list[str]()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logging.getLogger("shardrt"), "warning", lambda text, *args: texts.append(text % args))
-        yield texts
-
-
 def refused(folder: Path, state: dict[str, Any], *texts: str) -> None:
     """A strict load is an error with these texts, and loads nothing."""
     before = values(state) if "optimizer" in state and "model" in state else {}
@@ -81,7 +69,7 @@ def refused(folder: Path, state: dict[str, Any], *texts: str) -> None:
 
 def tolerated(world: World, folder: Path, state: dict[str, Any], *texts: str) -> None:
     """With strict=False it loads, and one warning on rank 0 has these texts."""
-    with said() as found:
+    with logged() as found:
         load(folder, state, strict=False)
     if world.rank:
         assert found == []
@@ -185,7 +173,7 @@ def test_an_optimizer_of_another_class(world: World, flat: bool) -> None:
 def test_what_is_not_unexpected(world: World) -> None:
     """Loads that take a part of a checkpoint, none of which says a word."""
     full = stepped(shard_blocks(OddMLP()))
-    with shared_folder(world) as folder, said() as found:
+    with shared_folder(world) as folder, logged() as found:
         save(folder / "saved", {**full, "scheduler": torch.optim.lr_scheduler.StepLR(full["optimizer"], 3), "epoch": 1})
         load(folder / "saved", {"model": shard_blocks(OddMLP())})
         bare = OddMLP()
@@ -233,7 +221,7 @@ class Cached(nn.Module):
 def test_buffers_and_tied_weights(world: World) -> None:
     tied, loose = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     tied[1].weight = tied[0].weight
-    with shared_folder(world) as folder, said() as found:
+    with shared_folder(world) as folder, logged() as found:
         save(folder / "cached", {"model": Cached(True)})
         load(folder / "cached", {"model": Cached(False)})
         save(folder / "tied", {"model": tied})
@@ -283,7 +271,7 @@ def test_two_tensors_into_one(world: World, form: Callable[[nn.Module], Any]) ->
             assert torch.equal(whole(model.emb.weight.detach()), before)
         tolerated(world, folder / "other", {"model": form(model)}, "those of 'model.head.weight' are lost; the rest is loaded")
         assert bool((whole(model.head.weight.detach()) == 1.0).all())
-        with said() as found:
+        with logged() as found:
             load(folder / "same", {"model": form(model)})
         assert found == []
 
@@ -355,11 +343,11 @@ def test_narrower_dtypes_are_named(world: World) -> None:
             "torch.float32, 'model.bias' from torch.float64 to torch.float32, 'seen' from torch.int64 to torch.int32",
         )
         save(folder / "narrow", narrow)
-        with said() as found:
+        with logged() as found:
             load(folder / "narrow", wide)
             checkpoint.set_model_state_dict(model, narrow["model"].state_dict())
         assert found == []
-        with said() as found:
+        with logged() as found:
             checkpoint.set_model_state_dict(narrow["model"], model.state_dict())
         assert [text.startswith("load of the state dict: 2 tensors go into narrower") for text in found] == [True] * (
             not world.rank
@@ -375,14 +363,14 @@ def test_hyperparameters_of_another_version(world: World) -> None:
         del old["optimizer"].param_groups[0][flag]
     with shared_folder(world) as folder:
         save(folder / "saved", old)
-        with said() as found:
+        with logged() as found:
             load(folder / "saved", new)
         assert found == []
         assert new["optimizer"].param_groups[0]["max_lr"] == 0.2
         del old["optimizer"].param_groups[0]["amsgrad"]
         save(folder / "saved", old)
         new = stepped(OddMLP())
-        with said() as found:
+        with logged() as found:
             load(folder / "saved", new)
         check_equal(values(new), values(old))
         assert len(found) == (world.rank == 0)
@@ -390,7 +378,7 @@ def test_hyperparameters_of_another_version(world: World) -> None:
         old = stepped(OddMLP())
         old["optimizer"].param_groups[0]["group name"] = "all"
         save(folder / "saved", old)
-        with said() as found:
+        with logged() as found:
             load(folder / "saved", new)
         assert all("has the hyperparameters 'group name', which it lacks" in text for text in found)
         assert len(found) == (world.rank == 0)

@@ -272,14 +272,14 @@ def test_another_number_of_ranks(world: World, written: Path, saved: int) -> Non
     load(written / f"{saved}", {"loader": loader})
     assert loader.value.at == 2
     text = rf"'{{}}' was saved by each of {saved} ranks, .*{world.size}.*PerRank\(value, convert\)"
-    for name, refused in (
+    for name, target in (
         ("at", {"at": checkpoint.PerRank(0)}),
         ("at", {"at": 0}),
         ("data.position", {"data": {}}),
         ("loader", {"loader": checkpoint.PerRank(Loader())}),
     ):
         with pytest.raises(CheckpointError, match=text.format(re.escape(name))):
-            load(written / f"{saved}", refused)
+            load(written / f"{saved}", target)
     load(written / f"{saved}", {"step": 0})
 
 

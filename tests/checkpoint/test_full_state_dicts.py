@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
-import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import shardrt
 import toys_tp
 from checkpoints import shared_folder, whole
-from ranks import on_ranks
+from ranks import on_ranks, refused
 from shardrt import checkpoint
 from shardrt.checkpoint import (
     CheckpointError,
@@ -37,7 +36,7 @@ from shardrt.checkpoint import (
 from shardrt.checkpoint.state_dicts.get import full_optimizer_state
 from shardrt.comm import DeviceMesh, World
 from shardrt.parallel import parallelize_module
-from toys import OddMLP, TiedGPT, shard_blocks
+from toys import OddMLP, TiedGPT, logged, paired, shard_blocks, step_all
 
 FULL = StateDictOptions(full_state_dict=True)
 ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -54,8 +53,7 @@ def make_step(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     grads = grads_of(step, model)
     for name, param in model.named_parameters():
         set_grad(param, grads[name])
-    optimizer.step()
-    optimizer.zero_grad()
+    step_all(optimizer)
 
 
 def set_grad(param: torch.Tensor, grad: torch.Tensor) -> None:
@@ -123,8 +121,7 @@ def counted() -> Iterator[Live]:
 @on_ranks(1, 3)
 def test_full_ones_continue_in_a_plain_process(world: World, kind: Callable[[], nn.Module]) -> None:
     """What rank 0 saves with torch.save, a plain model and AdamW load with torch's functions, and step bitwise alike."""
-    whole = kind()
-    model = shard_blocks(copy.deepcopy(whole))
+    whole, model = paired(kind())
     optimizers = [adamw(each) for each in (whole, model)]
     for step in range(2):
         make_step(step, whole, optimizers[0])
@@ -215,8 +212,7 @@ def test_options_are_those_of_torch(world: World) -> None:
     assert get_optimizer_state_dict(model, optimizers[1], submodules={model.get_submodule("blocks.1")})["state"]
     with pytest.raises(ValueError, match="dsd_fqn_modifiers='other': expected torch's default"):
         get_model_state_dict(model, options=TorchOptions(dsd_fqn_modifiers="other"))
-    with pytest.raises(ValueError, match=r"broadcast_from_rank0=True.: expected full_state_dict=True"):
-        StateDictOptions(broadcast_from_rank0=True)
+    refused(r"broadcast_from_rank0=True.: expected full_state_dict=True", lambda: StateDictOptions(broadcast_from_rank0=True))
 
 
 @on_ranks(4)
@@ -227,9 +223,7 @@ def test_tensor_parallel(world: World) -> None:
     def split(model: nn.Module, tp: int) -> nn.Module:
         mesh = DeviceMesh(world.comm, (world.size // tp, tp), ("dp", "tp"))
         parallelize_module(model, mesh["tp"], toys_tp.plain_plan())
-        for layer in model.get_submodule("layers").children():
-            shardrt.fully_shard(layer, mesh=mesh["dp"])
-        return shardrt.fully_shard(model, mesh=mesh["dp"])
+        return shard_blocks(model, "layers", mesh=mesh["dp"])
 
     model, other = split(copy.deepcopy(whole), 2), split(on_meta(toys_tp.Transformer), 4)
     optimizers = [adamw(each) for each in (model, other)]
@@ -452,9 +446,7 @@ def test_a_tied_parameter_with_two_values(world: World, form: str) -> None:
         with pytest.raises(CheckpointError, match=r"'tokens.weight' and 'head.weight' have different values"):
             set_model_state_dict(model, mine, options=options)
         loosely = dataclasses.replace(options, strict=False)
-        with pytest.MonkeyPatch.context() as patch:
-            said = list[str]()
-            patch.setattr(logging.getLogger("shardrt"), "warning", lambda text, *args, said=said: said.append(text % args))
+        with logged() as said:
             set_model_state_dict(model, mine, options=loosely)
         assert len(said) == (world.rank == 0)
         assert all("those of 'head.weight' are lost" in text for text in said)
@@ -483,8 +475,7 @@ def test_memory_that_one_rank_lacks_is_an_error_on_all(world: World) -> None:
     state = OddMLP().state_dict()
     model = on_meta(WithoutMemory)
     model.register_buffer("table", torch.ones(2, device="meta"), persistent=False)
-    with pytest.raises(CheckpointError, match="rank 1 raised RuntimeError: out of memory"):
-        set_model_state_dict(model, state)
+    refused("rank 1 raised RuntimeError: out of memory", lambda: set_model_state_dict(model, state), CheckpointError)
 
 
 @on_ranks(2)
@@ -540,14 +531,8 @@ def test_hyperparameters_of_other_groups(world: World) -> None:
     names = dict(model.named_parameters())
     groups = [[names["out.weight"]], [param for name, param in names.items() if name != "out.weight"]]
     optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=7.0)
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("shardrt").addHandler(handler)
-    try:
+    with logged() as records:
         set_optimizer_state_dict(model, optimizer, state, options=FULL)
-    finally:
-        logging.getLogger("shardrt").removeHandler(handler)
     assert [group["lr"] for group in optimizer.param_groups] == [0.03, 7.0]
     assert re.search(
         r"param_groups.1: its parameters were in saved groups with different hyper.*keeps its own \(lr=7.0", records[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import shutil
 from collections import Counter
@@ -23,6 +22,7 @@ from ranks import on_ranks, settings_of
 from shardrt import checkpoint
 from shardrt.checkpoint import CheckpointError, DamagedCheckpointError
 from shardrt.comm import World
+from toys import logged
 
 STEPS = (2, 4, 6)
 
@@ -151,15 +151,11 @@ def test_a_run_goes_on_from_the_newest_that_is_whole(world: World) -> None:
     with saved(world) as (folder, values):
         for kind in KINDS:
             here, state = copied(world, folder, kind, 6, kind=kind), make()
-            with (
-                mock.patch.object(logging.getLogger("shardrt"), "warning") as warning,
-                shardrt.Run(here, state, every=2, keep=1) as run,
-            ):
+            with logged() as texts, shardrt.Run(here, state, every=2, keep=1) as run:
                 assert (run.done, state["epoch"], len(state["seen"])) == (4, 4, 4), kind
                 assert all(map(torch.equal, values_of(state), values[4])), kind
                 world.barrier()
                 assert names(here) == [name_of(2), name_of(4), f"{name_of(6)}.damaged"]
-                texts = [str(call.args[0] % call.args[1:]) for call in warning.mock_calls]
                 assert len(texts) == (world.rank == 0), texts
                 for text in texts:
                     assert f"'{here / name_of(6)}' is damaged, and now '{here / name_of(6)}.damaged'" in text
@@ -249,9 +245,9 @@ def test_a_damaged_one_that_cannot_be_renamed_stays(world: World) -> None:
     with saved(world) as (folder, _):
         here, state = copied(world, folder, "read-only", 6), make()
         failing = mock.patch.object(os, "rename", side_effect=OSError(errno.EROFS, os.strerror(errno.EROFS)))
-        with failing, mock.patch.object(logging.getLogger("shardrt"), "warning") as warning, shardrt.Run(here, state) as run:
+        with failing, logged() as lines, shardrt.Run(here, state) as run:
             assert run.done == 4
-        assert [("left where it is" in str(call)) for call in warning.mock_calls] == [True] * (world.rank == 0)
+        assert ["left where it is" in line for line in lines] == [True] * (world.rank == 0)
         world.barrier()
         assert names(here) == [name_of(number) for number in STEPS]
 

@@ -8,10 +8,8 @@ import importlib
 import json
 import os
 import random
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +19,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import checkpoints
 import shardrt
 import toys_tp
-from ranks import on_ranks, run_script
+from ranks import on_ranks, refused, run_script
 from shardrt import checkpoint
 from shardrt.checkpoint import CheckpointError, async_save_safetensors, latest, load_safetensors, save, save_safetensors
 from shardrt.checkpoint.disk import files, folders
@@ -117,13 +116,11 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, header: Any, message: str
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     whole = text if message == "a header of" else len(text).to_bytes(8, "little") + text + bytes(8)
     file.write_bytes(whole)
-    with pytest.raises(CheckpointError, match=f"(?s)bad.safetensors'.*{message}"):
-        read_arrays(file)
+    refused(f"(?s)bad.safetensors'.*{message}", lambda: read_arrays(file), CheckpointError)
 
 
 def test_a_bad_folder_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"has no model.safetensors and no"):
-        read_arrays(tmp_path)
+    refused(r"has no model.safetensors and no", lambda: read_arrays(tmp_path), CheckpointError)
     with pytest.raises(CheckpointError, match=r"cannot open .*gone.safetensors'.*No such file"):
         read_arrays(tmp_path / "gone.safetensors")
     save_file({"x": torch.ones(2)}, tmp_path / "model-00001-of-00001.safetensors")
@@ -134,24 +131,14 @@ def test_a_bad_folder_is_refused_by_name(tmp_path: Path) -> None:
         ({"x": 3}, "expected a 'weight_map'"),
     ):
         index.write_text(json.dumps({"weight_map": weight_map}))
-        with pytest.raises(CheckpointError, match=f"(?s)index.json'.*{message}"):
-            read_arrays(tmp_path)
+        refused(f"(?s)index.json'.*{message}", lambda: read_arrays(tmp_path), CheckpointError)
 
 
 # ---------------------------------------------------------------------- on ranks
 
 
-@contextmanager
-def shared_folder(world: World) -> Iterator[Path]:
-    """A folder that all ranks see, in memory if possible: other jobs may keep the disk busy."""
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    (folder, *_) = world.comm.exchange(tempfile.mkdtemp(dir=memory) if world.rank == 0 else "")
-    try:
-        yield Path(folder)
-        world.barrier()
-    finally:
-        if world.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+# In memory if possible: other jobs may keep the disk busy.
+shared_folder = partial(checkpoints.shared_folder, within="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
 
 
 def on_meta(model: nn.Module) -> nn.Module:
@@ -383,8 +370,7 @@ def test_what_does_not_fit_is_listed(world: World) -> None:
             with open(folder / "model.safetensors", "r+b") as file:
                 file.truncate(200)
         world.barrier()
-        with pytest.raises(CheckpointError, match=r"model.safetensors' is no safetensors file"):
-            load_safetensors(model, folder)
+        refused(r"model.safetensors' is no safetensors file", lambda: load_safetensors(model, folder), CheckpointError)
 
 
 @on_ranks(2, 3)
@@ -476,7 +462,7 @@ def test_what_comes_into_a_folder_while_it_is_exported_stays(
         (of / "nested" / "deep" / "model.safetensors").write_text("mine as well")
         exchange(folder, of)
 
-    def refused(old: Path, new: Path) -> None:
+    def denied(old: Path, new: Path) -> None:
         raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
     (target / "nested" / "deep").mkdir(parents=True)
@@ -486,7 +472,7 @@ def test_what_comes_into_a_folder_while_it_is_exported_stays(
     (beside / "out" / "model.safetensors").write_text("new")
     monkeypatch.setattr(saving, "exchange", late)
     if fails:
-        monkeypatch.setattr(os, "rename", refused)
+        monkeypatch.setattr(os, "rename", denied)
     saving.PreparedExport(target, beside / "out", draft).commit()
     monkeypatch.setattr(os, "rename", rename)
     assert (target / "model.safetensors").read_text() == "new"
@@ -548,8 +534,7 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks(world: World) -> None:
             save_safetensors(model, folder)
         with pytest.raises(CheckpointError, match=r"the ranks save in different folders: .*float64.*float32"):
             save_safetensors(OddMLP(), folder, dtype=(torch.float64, torch.float32)[world.rank])
-        with pytest.raises(CheckpointError, match="expected a folder that is no mount point"):
-            save_safetensors(model, "/proc")
+        refused("expected a folder that is no mount point", lambda: save_safetensors(model, "/proc"), CheckpointError)
         assert not os.listdir(folder)
 
 
@@ -578,9 +563,7 @@ def test_tensor_parallel(world: World, tp: int) -> None:
         mesh = DeviceMesh(world.comm, (world.size // tp, tp), ("dp", "tp"))
         parallelize_module(model, mesh["tp"], toys_tp.plain_plan())
         if sharded:
-            for layer in model.get_submodule("layers").children():
-                shardrt.fully_shard(layer, mesh=mesh["dp"])
-            shardrt.fully_shard(model, mesh=mesh["dp"])
+            shard_blocks(model, "layers", mesh=mesh["dp"])
         return model
 
     with shared_folder(world) as folder:
@@ -698,8 +681,7 @@ shardrt.finalize()
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.all)])
 def test_models_of_transformers(tmp_path: Path, size: int) -> None:
-    done = run_script(TRANSFORMERS.format(folder=str(tmp_path)), size)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_script(TRANSFORMERS.format(folder=str(tmp_path)), size, code=0)
 
 
 def exchange_with_transformers(world: World, folder: Path) -> None:
@@ -717,7 +699,7 @@ def exchange_with_transformers(world: World, folder: Path) -> None:
         torch.manual_seed(0)
         whole = make.from_config(config, dtype=dtype).eval()
         out = folder / f"{config.model_type}-{dtype}"
-        model = shard_model(copy.deepcopy(whole), blocks)
+        model = shard_blocks(copy.deepcopy(whole), blocks)
         if world.rank == 0:
             config.save_pretrained(out)
         world.barrier()
@@ -728,13 +710,7 @@ def exchange_with_transformers(world: World, folder: Path) -> None:
             assert torch.equal(loaded.eval()(x).logits, whole(x).logits)
             whole.save_pretrained(folder / "theirs", max_shard_size="20KB")
         world.barrier()
-        model = shard_model(made_on_meta(lambda: make.from_config(config, dtype=dtype).eval()), blocks)  # noqa: B023
+        model = shard_blocks(made_on_meta(lambda: make.from_config(config, dtype=dtype).eval()), blocks)  # noqa: B023
         load_safetensors(model, folder / "theirs")
         assert torch.equal(model(x).logits, whole(x).logits)
         world.barrier()
-
-
-def shard_model(model: nn.Module, blocks: str) -> nn.Module:
-    for block in model.get_submodule(blocks).children():
-        shardrt.fully_shard(block)
-    return shardrt.fully_shard(model)

@@ -14,12 +14,11 @@ import torch
 
 import shardrt
 from checkpoints import shared_folder
-from ranks import DEADLINE_S, on_ranks, rank_environment
+from ranks import DEADLINE_S, on_ranks, rank_environment, refused
 from shardrt import launch
 from shardrt.comm import World
 from shardrt.comm.ending.report import EXIT_CODE
 from shardrt.launcher import stale_files
-from toys import refused
 
 
 @pytest.mark.mpi

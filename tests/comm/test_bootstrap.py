@@ -58,8 +58,7 @@ print(f"rank {world.rank} of {world.size}, local {world.local_rank}, on {world.d
     [*(pytest.param(size, "", marks=pytest.mark.all) for size in (1, 3)), (2, "shardrt.finalize(); shardrt.finalize()")],
 )
 def test_embedding_in_five_lines(size: int, leave: str) -> None:
-    done = run_script(FIVE_LINES + leave, size, FRESH)
-    assert done.returncode == 0, done.stderr
+    done = run_script(FIVE_LINES + leave, size, FRESH, code=0)
     assert done.stderr == ""
     for rank in range(size):
         assert f"rank {rank} of {size}, local {rank}, on cpu, mesh {size}" in done.stdout
@@ -81,20 +80,20 @@ mesh = shardrt.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
 parallelize_module(torch.nn.Linear(8, 4), mesh, ColwiseParallel())(torch.ones(2, 8))  # compares the batches
 """
     path = os.pathsep.join([str(tmp_path), rank_environment()["PYTHONPATH"]])
-    done = run_script(FIVE_LINES + rest, 2, PYTHONPATH=path, SHARDRT_RANKS_PER_NODE=per_node)
-    assert done.returncode == 0, done.stderr
+    done = run_script(FIVE_LINES + rest, 2, code=0, PYTHONPATH=path, SHARDRT_RANKS_PER_NODE=per_node)
     assert "no NumPy here" in done.stderr, "torch warns of it"
     assert done.stdout.count("mesh 2") == 2
 
 
-def run_alone(source: str, fresh: bool = False, /, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_alone(
+    source: str, fresh: bool = False, /, code: int | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Without a launcher."""
-    return run_job(["-c", source], 0, fresh, **environment)
+    return run_job(["-c", source], 0, fresh, code=code, **environment)
 
 
 def test_without_a_launcher() -> None:
-    done = run_alone(FIVE_LINES, FRESH)
-    assert done.returncode == 0, done.stderr
+    done = run_alone(FIVE_LINES, FRESH, code=0)
     assert done.stdout == "rank 0 of 1, local 0, on cpu, mesh 1\n"
 
 
@@ -230,8 +229,7 @@ import shardrt
 mesh = shardrt.init_device_mesh("cpu", (1,))
 assert mesh.size() == shardrt.world().size == 1
 """
-    done = run_alone(source)
-    assert done.returncode == 0, done.stderr
+    run_alone(source, code=0)
 
 
 def test_import_starts_nothing() -> None:
@@ -261,8 +259,7 @@ print(os.environ.get("MPIR_CVAR_CH4_CMA_ENABLE"))
     monkeypatch.delenv("MPIR_CVAR_CH4_CMA_ENABLE", raising=False)
 
     def settings(dumpable: int, **variables: str) -> list[str]:
-        done = run_job(["-c", script, str(dumpable)], 0, **variables)
-        assert done.returncode == 0, done.stderr
+        done = run_job(["-c", script, str(dumpable)], 0, code=0, **variables)
         return done.stdout.split()
 
     assert settings(0) == ["False", "None"]
@@ -335,8 +332,7 @@ except RuntimeError as error:
 shardrt.finalize()
 assert not MPI.Is_finalized()
 """
-    done = run_script(source, 2, SHARDRT_HOST_STREAMS="threaded")
-    assert done.returncode == 0, done.stderr
+    done = run_script(source, 2, code=0, SHARDRT_HOST_STREAMS="threaded")
     expected = "went" if level == "multiple" else "need MPI_THREAD_MULTIPLE; MPI was initialised with level 1"
     assert done.stdout.count(expected) == 2
 
@@ -363,9 +359,11 @@ shardrt.finalize()
 """
 
 
-def start_on_gpus(seen: list[str], device: str = "cuda", **environment: str) -> subprocess.CompletedProcess[str]:
+def start_on_gpus(
+    seen: list[str], device: str = "cuda", code: int | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Ranks that see these GPUs, each a letter, which torch says are there."""
-    return run_script(GPUS.format(seen=seen, device=device), len(seen), **environment)
+    return run_script(GPUS.format(seen=seen, device=device), len(seen), code=code, **environment)
 
 
 @contextmanager
@@ -428,8 +426,7 @@ def mpi_of(world: World) -> Any:
 
 
 def test_init_binds_gpus() -> None:
-    done = start_on_gpus(["AB", "AB"])
-    assert done.returncode == 0, done.stderr
+    done = start_on_gpus(["AB", "AB"], code=0)
     assert sorted(done.stdout.splitlines()) == ["rank 0 takes A as cuda:0", "rank 1 takes B as cuda:1"]
 
 

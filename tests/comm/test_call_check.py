@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ranks import on_ranks
+from ranks import on_ranks, refused
 from shardrt.comm import Communicator, MismatchError, PreMulSum, ReduceOp, RemoteError, World, new_stream
 from shardrt.comm.core.calls import Subject, about
 from shardrt.comm.ending.words import name_ranks
@@ -60,8 +60,7 @@ def test_what_is_compared(world: World) -> None:
         lambda: gather(comm) if odd else comm.barrier(stream=stream),
     ]
     for call in differing:
-        with pytest.raises(MismatchError, match=r"rank 0: .*; rank 1: "):
-            call()
+        refused(r"rank 0: .*; rank 1: ", call, MismatchError)
     sent, received = ([3, 1], [3, 2]) if not odd else ([2, 0], [1, 0])
     comm.all_to_all(torch.ones(sum(received)), torch.ones(sum(sent)), received, sent, stream=stream)
     if odd:
@@ -93,8 +92,7 @@ def test_what_calls_are_for_is_compared(world: World) -> None:
                 with about(name):
                     comm.barrier(stream=world.stream)
 
-    with pytest.raises(MismatchError, match=r"barrier of a \+ barrier of b"):
-        barriers(*("ab" if last else "ba"))
+    refused(r"barrier of a \+ barrier of b", lambda: barriers(*("ab" if last else "ba")), MismatchError)
     if last:
         with about("a"):
             comm.send(torch.ones(1), 0, stream=world.stream)
@@ -121,10 +119,7 @@ def test_counts_of_an_all_to_all_are_compared(world: World) -> None:
 
     last = world.size - 1
     for call in (lambda: send(good, wrong), grouped):
-        with pytest.raises(
-            MismatchError, match=f"do not match: rank 0 sends 3 elements to rank {last}, which expects 1 .report"
-        ):
-            call()
+        refused(f"do not match: rank 0 sends 3 elements to rank {last}, which expects 1 .report", call, MismatchError)
         gather(comm)
     with pytest.raises(MismatchError, match=r"rank 0: all_to_all float32 with counts; .*: all_to_all float32 \d \("):
         send(*((good, good) if world.rank == 0 else ()))
@@ -180,8 +175,7 @@ def test_a_refusal_takes_the_place_of_no_message(world: World) -> None:
     if world.rank == 0:
         comm.send(torch.ones(4), 1, stream=stream)
     else:
-        with pytest.raises(MismatchError, match="recv float32 5"):
-            comm.recv(torch.zeros(5), 0, stream=stream)
+        refused("recv float32 5", lambda: comm.recv(torch.zeros(5), 0, stream=stream), MismatchError)
     for number in (1.0, 2.0):
         if world.rank == 1:
             comm.send(torch.full((2,), number), 0, stream=stream)
@@ -276,58 +270,34 @@ def test_a_group_is_compared_as_one(world: World) -> None:
             if world.rank == 0:
                 comm.barrier(stream=world.stream)
 
-    with pytest.raises(MismatchError, match=r"all_gather float32 4 \+ barrier"):
-        group()
+    refused(r"all_gather float32 4 \+ barrier", group, MismatchError)
     comm.close()
 
 
+@pytest.mark.parametrize("kind", ["collective", "control call"])
 @on_ranks(2, 3)
-def test_a_failed_rank_is_heard_in_a_collective(world: World) -> None:
-    """The others wait in a collective of the block that the failed rank never makes."""
-    comm = fresh(world)
+def test_a_failed_rank_is_heard(world: World, kind: str) -> None:
+    """The others wait in a call of the block that the failed rank never makes."""
+    comm, is_control = fresh(world), kind == "control call"
 
     @comm.agree()
     def fail() -> None:
         if world.rank == 1:
             raise ArithmeticError("on purpose")
-        gather(comm)
-        gather(comm)
+        for _ in range(2):
+            comm.exchange(1) if is_control else gather(comm)
 
     @comm.agree()
     def skip() -> None:
         if world.rank != 1:
-            gather(comm)
+            comm.split(0, 0, "part") if is_control else gather(comm)
 
     for _ in range(2):
         with pytest.raises(RemoteError, match="rank 1 raised ArithmeticError: on purpose") as caught:
             fail()
         assert caught.value.failure.rank == 1
         assert len(set(comm.exchange(comm._number))) == 1
-    with pytest.raises(MismatchError, match="rank 1: agree"):
-        skip()
-    gather(comm)
-    comm.close()
-
-
-@on_ranks(2, 3)
-def test_a_failed_rank_is_heard_in_a_control_call(world: World) -> None:
-    comm = fresh(world)
-
-    @comm.agree()
-    def fail() -> None:
-        if world.rank == 1:
-            raise ArithmeticError("on purpose")
-        comm.exchange(1)
-
-    @comm.agree()
-    def skip() -> None:
-        if world.rank != 1:
-            comm.split(0, 0, "part")
-
-    with pytest.raises(RemoteError, match="rank 1 raised ArithmeticError: on purpose"):
-        fail()
-    with pytest.raises(MismatchError, match="rank 1: agree"):
-        skip()
+    refused("rank 1: agree", skip, MismatchError)
     assert len(set(comm.exchange(comm._number))) == 1
     gather(comm)
     comm.close()

@@ -46,8 +46,10 @@ SLEEP = "time.sleep(600)"
 TIMING = "poll_s=0.05,lost_s=1.5,silent_s=1.5,settle_nodes_s=2,interval_s=0.5"
 
 
-def run_script(source: str, size: int, fresh: bool = False, /, **environment: str) -> subprocess.CompletedProcess[str]:
-    return ranks.run_script(source, size, fresh, **{"SHARDRT_MONITOR_TIMING": TIMING, **environment})
+def run_script(
+    source: str, size: int, fresh: bool = False, /, *, code: int | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    return ranks.run_script(source, size, fresh, code=code, **{"SHARDRT_MONITOR_TIMING": TIMING, **environment})
 
 
 def reports(stderr: str, words: str) -> list[str]:
@@ -70,8 +72,7 @@ def test_a_rank_that_does_not_come(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str, streams: str, state: str, stacks: str
 ) -> None:
     environment = {"SHARDRT_TIMEOUT": "3", "SHARDRT_DUMP": str(tmp_path), "SHARDRT_HOST_STREAMS": streams}
-    done = run_script(FAULT.format(fault=fault), 3, fault == STOP, **environment)
-    assert done.returncode == 17, done.stderr
+    done = run_script(FAULT.format(fault=fault), 3, fault == STOP, code=17, **environment)
     assert len(reports(done.stderr, "ending the job with exit code 17")) == 1, done.stderr
     assert re.search(r"\[0\] rank 0: waited [3-9] s in #1 all_reduce float32 4 max on 'world'", done.stderr), done.stderr
     assert reports(done.stderr, "[0] present: ranks 0, 2; missing: rank 1"), done.stderr
@@ -120,22 +121,19 @@ def test_ranks_with_unequal_numbers_of_micro_batches(sync: str, node_memory: str
     """They wait for each other in different communicators, or, where no calls are compared, at the end of the program."""
     source = MICRO_BATCHES.format(sync="model.set_requires_gradient_sync(index == count - 1)" if sync == "last" else "")
     compared = "1" if sync == "last" else "0"
-    done = run_script(source, 3, SHARDRT_TIMEOUT="3", SHARDRT_NODE_MEMORY=node_memory, SHARDRT_CHECK=compared)
-    assert done.returncode == 17, done.stderr
+    done = run_script(source, 3, code=17, SHARDRT_TIMEOUT="3", SHARDRT_NODE_MEMORY=node_memory, SHARDRT_CHECK=compared)
     assert re.search(rf"training is not at the same place: {places}\. In each step, every rank", done.stderr), done.stderr
 
 
 def test_a_rank_that_leaves_early() -> None:
-    done = run_script(FAULT.format(fault="sys.exit(3)"), 3)
-    assert done.returncode == 17, done.stderr
+    done = run_script(FAULT.format(fault="sys.exit(3)"), 3, code=17)
     (line,) = reports(done.stderr, "missing rank 1: host")
     assert "has left its program, after #0 all_reduce float32 4 max on 'world', " in line
     assert "script.py:12 in all_reduce; in #1 finalize on 'world'" in line
 
 
 def test_a_rank_that_leaves_through_os_exit() -> None:
-    done = run_script(FAULT.format(fault="os._exit(0)"), 3, FRESH)
-    assert done.returncode == 17
+    done = run_script(FAULT.format(fault="os._exit(0)"), 3, FRESH, code=17)
     assert reports(done.stderr, "[1] rank 1: os._exit(0) before shardrt.finalize(), no communication under way")
     assert reports(done.stderr, 'script.py", line 15, in fail'), done.stderr
 
@@ -182,8 +180,7 @@ ONE, ALL = ("1:2", "time.sleep(600)"), ("0:", "world.barrier()")
     ids=["SIGINT one", "SIGINT all", "SIGTERM one"],
 )
 def test_a_signal_to_a_rank_that_waits(name: str, code: int, message: str, to: str, then: str) -> None:
-    done = run_script(SIGNALS.format(signal=name, to=to, then=then, prepare=""), 3, name == "SIGTERM")
-    assert done.returncode == code, done.stderr
+    done = run_script(SIGNALS.format(signal=name, to=to, then=then, prepare=""), 3, name == "SIGTERM", code=code)
     lines = reports(done.stderr, f": {message} ({name}), ")
     assert lines, done.stderr
     if to == "1:2":
@@ -214,8 +211,7 @@ def test_ranks_do_not_outlive_their_launcher() -> None:
 def test_nodes_exchange_their_status() -> None:
     """Two nodes of two ranks each; the one that stops is on the other node than the one that reports."""
     source = FAULT.replace("world.rank == 1", "world.rank == 3")
-    done = run_script(source.format(fault=STOP), 4, SHARDRT_TIMEOUT="4", SHARDRT_RANKS_PER_NODE="2")
-    assert done.returncode == 17, done.stderr
+    done = run_script(source.format(fault=STOP), 4, code=17, SHARDRT_TIMEOUT="4", SHARDRT_RANKS_PER_NODE="2")
     assert len(reports(done.stderr, "ending the job with exit code 17")) == 1
     (line,) = reports(done.stderr, "[0] missing rank 3: host")
     assert ", stopped; last #0 all_reduce float32 4 max on 'world'" in line
@@ -227,8 +223,7 @@ def test_nodes_that_are_cut_off_write_one_report() -> None:
     """Rank 0, through which nodes exchange their status, stops: nobody knows who else waits."""
     source = FAULT.replace("world.rank == 1", "world.rank == 0")
     environment = {"SHARDRT_RANKS_PER_NODE": "2", "SHARDRT_MONITOR_TIMING": f"{TIMING},turn_s=5"}
-    done = run_script(source.format(fault=STOP), 3, SHARDRT_TIMEOUT="2", **environment)
-    assert done.returncode == 17, done.stderr
+    done = run_script(source.format(fault=STOP), 3, code=17, SHARDRT_TIMEOUT="2", **environment)
     (line,) = reports(done.stderr, "ending the job with exit code 17")
     assert line.startswith("[1] rank 1: waited")
 
@@ -236,8 +231,7 @@ def test_nodes_that_are_cut_off_write_one_report() -> None:
 @pytest.mark.rest
 def test_a_rank_of_another_node_that_leaves_early() -> None:
     source = FAULT.replace("world.rank == 1", "world.rank == 3")
-    done = run_script(source.format(fault="sys.exit(3)"), 4, SHARDRT_RANKS_PER_NODE="2")
-    assert done.returncode == 17, done.stderr
+    done = run_script(source.format(fault="sys.exit(3)"), 4, code=17, SHARDRT_RANKS_PER_NODE="2")
     (line,) = reports(done.stderr, "[0] missing rank 3: host")
     assert "has left its program, after #0 all_reduce" in line
 
@@ -245,8 +239,7 @@ def test_a_rank_of_another_node_that_leaves_early() -> None:
 def test_ranks_in_different_operations() -> None:
     """Without the check of calls, they wait for each other."""
     source = FAULT.format(fault="world.comm.exchange(1)")
-    done = run_script(source, 3, SHARDRT_TIMEOUT="5", SHARDRT_CHECK="0")
-    assert done.returncode == 17, done.stderr
+    done = run_script(source, 3, code=17, SHARDRT_TIMEOUT="5", SHARDRT_CHECK="0")
     (line,) = reports(done.stderr, "missing rank 1: host")
     assert "on 'world', begun" in line
 
@@ -263,8 +256,7 @@ if world.rank == 0:
     model.weight.full_tensor()
 world.barrier()
 """
-    done = run_script(source, 2, SHARDRT_RANKS_PER_NODE=per_node)
-    assert done.returncode == 1, done.stderr
+    done = run_script(source, 2, code=1, SHARDRT_RANKS_PER_NODE=per_node)
     for rank in range(2):
         expected = f"rank 0: split; rank 1: barrier (reported on rank {rank}). None of them ran"
         assert reports(done.stderr, expected), done.stderr
@@ -310,8 +302,7 @@ assert sum(int(batch) for batch in loader) == 6
 world.barrier()
 print("parent goes on")
 """
-    done = run_script(source, 2)
-    assert done.returncode == 0, done.stderr
+    done = run_script(source, 2, code=0)
     assert done.stdout.count("parent goes on") == 2
     assert done.stderr.count("ZeroDivisionError") == 2
     assert not reports(done.stderr, "ending the job")
@@ -341,28 +332,31 @@ try:
 except RuntimeError as error:
     print(error)
 """
-    done = run_script(source, 2)
-    assert done.returncode == 0, done.stderr
+    done = run_script(source, 2, code=0)
     assert done.stdout.count("shardrt.init() after shardrt.finalize(): a process has one world, made once") == 2
+
+
+# What stands for a GPU: an event that does not pass.
+NEVER = """
+import os, sys, time
+import torch
+import shardrt
+from mpi4py import MPI
+from shardrt.comm.core.calls import CallList, CollectiveCall, Work
+from shardrt.comm.core.streams import Event
+from shardrt.comm.monitor.guarding import RankGuard
+from shardrt.comm.monitor.install import Monitor
+
+class Never(Event):
+    def query(self): return False
+    def synchronize(self): raise AssertionError
+"""
 
 
 @pytest.mark.rest
 def test_a_rank_alone_is_watched_on_a_gpu() -> None:
     """By a thread that is bound to the GPU; nothing else is done to a process that is no job."""
     source = """
-import sys, time
-import torch
-import shardrt
-from mpi4py import MPI
-from shardrt.comm.core.calls import CallList, CollectiveCall, Work
-from shardrt.comm.monitor.guarding import RankGuard
-from shardrt.comm.monitor.install import Monitor
-from shardrt.comm.core.streams import Event
-
-class Never(Event):
-    def query(self): return False
-    def synchronize(self): raise AssertionError
-
 world, gpu, hook = shardrt.init("cpu"), torch.device("cuda", 1), sys.excepthook
 shardrt.comm.monitor.watchdog.watchdog.observe = lambda device: print("bound to", device, flush=True)
 monitor = Monitor(MPI.COMM_WORLD, 0, gpu, world.settings, RankGuard())
@@ -373,7 +367,7 @@ call = CollectiveCall(world.comm, 7, "all_gather", torch.ones(4), torch.ones(4),
 watchdog.called(CallList([call]).describe(), Work(Never()))
 time.sleep(600)
 """
-    done = run_script(source, 1, SHARDRT_TIMEOUT="3", SHARDRT_CHECK="0")
+    done = run_script(NEVER + source, 1, SHARDRT_TIMEOUT="3", SHARDRT_CHECK="0")
     assert (done.returncode, done.stdout) == (17, "bound to cuda:1\n"), done.stderr
     assert re.search(r"\[0\] rank 0: waited [3-9] s in #7 all_gather float32 4 on 'world'", done.stderr), done.stderr
 
@@ -382,16 +376,6 @@ time.sleep(600)
 def test_a_kernel_that_never_ends() -> None:
     """On a CUDA device a call has been enqueued, and its event does not pass; here, an event that stands for one."""
     source = """
-import time
-import torch
-import shardrt
-from shardrt.comm.core.calls import CallList, CollectiveCall, Work
-from shardrt.comm.core.streams import Event
-
-class Never(Event):
-    def query(self): return False
-    def synchronize(self): raise AssertionError
-
 world = shardrt.init("cpu")
 comm = world.comm.split(0, world.rank, "gpu")
 comm.is_async = True
@@ -404,8 +388,7 @@ for number in (7, 8):
     watchdog.after(calls)
 time.sleep(600)
 """
-    done = run_script(source, 2, SHARDRT_TIMEOUT="3")
-    assert done.returncode == 17, done.stderr
+    done = run_script(NEVER + source, 2, code=17, SHARDRT_TIMEOUT="3")
     assert re.search(r"\[0\] rank 0: waited [3-9] s in #7 all_gather float32 4 on 'gpu'", done.stderr), done.stderr
     assert reports(done.stderr, "[0] present: ranks 0, 1; missing: none")
 
@@ -413,19 +396,6 @@ time.sleep(600)
 def test_an_asynchronous_error() -> None:
     """What a communicator reports of a call that was launched ends the job at once, and what runs on the GPU is aborted."""
     source = """
-import os, sys, time
-import torch
-import shardrt
-from mpi4py import MPI
-from shardrt.comm.core.calls import CallList, CollectiveCall, Work
-from shardrt.comm.monitor.guarding import RankGuard
-from shardrt.comm.monitor.install import Monitor
-from shardrt.comm.core.streams import Event
-
-class Never(Event):
-    def query(self): return False
-    def synchronize(self): raise AssertionError
-
 def abort(name):
     os.write(1, f"rank {world.rank} aborts {name}\\n".encode())
     time.sleep(600)
@@ -444,8 +414,7 @@ call = CollectiveCall(comm, 7, "all_gather", torch.ones(4), torch.ones(4), (), w
 watchdog.called(CallList([call]).describe(), Work(Never()))
 time.sleep(600)
 """
-    done = run_script(source, 2, SHARDRT_TIMEOUT="300")
-    assert done.returncode == 17, done.stderr
+    done = run_script(NEVER + source, 2, code=17, SHARDRT_TIMEOUT="300")
     error = "NCCL failed in #7 all_gather float32 4 on 'gpu': remote process exited (socket closed)"
     assert reports(done.stderr, f"[1] rank 1: {error}; ending the job with exit code 17")
     assert "waited" not in done.stderr
@@ -484,8 +453,7 @@ os.kill(os.getpid(), signal.SIGRTMIN + 6)  # as a rank may do that has not seen 
 print("finished")
 """
     timing = "poll_s=0.02,settle_s=4,straggler_s=0.3"
-    done = run_script(source, 2, SHARDRT_TIMEOUT="1", SHARDRT_PATIENCE="1", SHARDRT_MONITOR_TIMING=timing)
-    assert done.returncode == 0, done.stderr
+    done = run_script(source, 2, code=0, SHARDRT_TIMEOUT="1", SHARDRT_PATIENCE="1", SHARDRT_MONITOR_TIMING=timing)
     assert done.stdout.count("finished") == 2
     late = r"\[0\] rank 0: rank 1 on \S+ is late: .* at each of \d+ operations \(SHARDRT_STRAGGLER=0.25\)"
     assert done.stderr

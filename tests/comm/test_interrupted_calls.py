@@ -27,7 +27,7 @@ from shardrt.comm import Communicator, MismatchError, ReduceOp, RemoteError, Wor
 from shardrt.comm.backends.mpi import MpiBackend
 from shardrt.comm.core.calls import Interrupted
 from shardrt.comm.core.streams import INLINE
-from toys import OddMLP, batch, shard_blocks
+from toys import OddMLP, batch, shard_blocks, step_all
 
 pytestmark = pytest.mark.mpi
 
@@ -104,6 +104,16 @@ def alarm(*_: object) -> None:
     raise TimeoutError("on purpose")
 
 
+def interrupt_rank_1(world: World) -> None:
+    """In a tenth of a second; the others come later."""
+    world.comm.exchange(None)
+    if world.rank == 1:
+        signal.signal(signal.SIGALRM, alarm)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+    else:
+        time.sleep(0.2)
+
+
 @pytest.mark.parametrize("name", CALLS)
 @on_ranks(2, 3)
 def test_a_signal_while_the_rank_waits(world: World, name: str) -> None:
@@ -112,12 +122,7 @@ def test_a_signal_while_the_rank_waits(world: World, name: str) -> None:
     with communicator(world) as comm:
         for _ in range(2):
             assert outcome(comm, call, 1.0) == "right"
-            world.comm.exchange(None)
-            if world.rank == 1:
-                signal.signal(signal.SIGALRM, alarm)
-                signal.setitimer(signal.ITIMER_REAL, 0.1)
-            else:
-                time.sleep(0.2)
+            interrupt_rank_1(world)
             found = [outcome(comm, call, value) for value in (2.0, 3.0, 4.0)]
             assert found == [*(["TimeoutError"] if world.rank == 1 else ["Interrupted"]), "Interrupted", "Interrupted"]
             with comm.agree():
@@ -131,12 +136,7 @@ def test_messages_of_a_call_that_was_cut_short(world: World) -> None:
     """A broadcast that rank 1 has not received is none of the next ones."""
     with communicator(world, node=world.rank) as comm:
         for _ in range(2):
-            world.comm.exchange(None)
-            if world.rank == 1:
-                signal.signal(signal.SIGALRM, alarm)
-                signal.setitimer(signal.ITIMER_REAL, 0.1)
-            else:
-                time.sleep(0.2)
+            interrupt_rank_1(world)
             found = [outcome(comm, broadcast, 2.0), outcome(comm, broadcast, 3.0)]
             assert found == [("TimeoutError" if world.rank == 1 else "right"), "Interrupted"]
             with comm.agree():
@@ -159,8 +159,7 @@ def test_all_ranks_are_interrupted_and_save(world: World) -> None:
         for number in range(steps):
             loss = model(batch(number).float().chunk(world.size)[world.rank]).square().mean()
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_all(optimizer)
             world.mean(loss.detach())
 
     train(1)  # the optimizer has the same state on all ranks

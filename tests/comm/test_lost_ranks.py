@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 from mpi4py import MPI
 
-from ranks import DEADLINE_S, on_ranks, rank_environment
+from ranks import DEADLINE_S, on_ranks, rank_environment, refused
 from shardrt import launch
 from shardrt.comm import RankLost, World
 from shardrt.comm.backends.objects import gather_objects
 from shardrt.comm.core import members
-from toys import refused
 
 pytestmark = pytest.mark.mpi
 

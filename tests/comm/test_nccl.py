@@ -29,7 +29,7 @@ import pytest
 import torch
 
 import shardrt.comm
-from ranks import skip_at_home
+from ranks import refused, skip_at_home
 from shardrt.comm.backends.mpi import MpiBackend
 from shardrt.comm.backends.nccl import libnccl, nccl_config
 from shardrt.comm.core import streams
@@ -338,6 +338,16 @@ def cupy_nccl() -> Any:
     return nccl
 
 
+@pytest.fixture
+def header(cupy_nccl: Any) -> str:
+    """The text of the installed NCCL's header."""
+    paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libnccl.so" in line}
+    found = Path(paths.pop()).parent.parent / "include" / "nccl.h"
+    if not found.exists():
+        skip_at_home(f"no {found}")
+    return found.read_text()
+
+
 def test_double_has_the_signatures_and_constants_of_the_installed_cupy(cupy_nccl: Any) -> None:
     for name, expected in SIGNATURES.items():
         target = getattr(cupy_nccl if name in OF_MODULE else cupy_nccl.NcclCommunicator, name)
@@ -369,15 +379,11 @@ def test_c_functions_are_those_of_the_library_that_cupy_has_loaded(cupy_nccl: An
         assert "ncclRedOpCreatePreMulSum" in library.last_error()
 
 
-def test_c_functions_have_the_signatures_of_the_installed_header(cupy_nccl: Any) -> None:
-    paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libnccl.so" in line}
-    header = Path(paths.pop()).parent.parent / "include" / "nccl.h"
-    if not header.exists():
-        skip_at_home(f"no {header}")
+def test_c_functions_have_the_signatures_of_the_installed_header(header: str) -> None:
     pointers = dict.fromkeys(("ncclComm_t", "ncclWindow_t", "cudaStream_t"), ctypes.c_void_p)
     kinds = {"size_t": ctypes.c_size_t, **pointers}
     for name, expected in libnccl._SIGNATURES.items():
-        declared = re.search(rf"ncclResult_t\s+{name}\((.*?)\);", header.read_text(), re.DOTALL)
+        declared = re.search(rf"ncclResult_t\s+{name}\((.*?)\);", header, re.DOTALL)
         if declared is None:  # an older NCCL
             continue
         found: list[object] = []
@@ -386,14 +392,7 @@ def test_c_functions_have_the_signatures_of_the_installed_header(cupy_nccl: Any)
             plain = kinds.get(kind, ctypes.c_void_p if kind == "void" and stars else ctypes.c_int)
             found.append(ctypes.POINTER(plain) if stars > (kind == "void") else plain)
         assert found == list(expected), name
-
-
-def test_the_last_error_is_that_of_the_installed_header(cupy_nccl: Any) -> None:
-    paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libnccl.so" in line}
-    header = Path(paths.pop()).parent.parent / "include" / "nccl.h"
-    if not header.exists():
-        skip_at_home(f"no {header}")
-    assert re.search(r"const char\*\s+ncclGetLastError\((const )?ncclComm_t comm\);", header.read_text())
+    assert re.search(r"const char\*\s+ncclGetLastError\((const )?ncclComm_t comm\);", header)
 
 
 # ---------------------------------------------------------------------- creating
@@ -456,14 +455,12 @@ def test_a_rank_0_that_cannot_make_the_unique_id_fails_on_every_rank(double: Dou
 
     vars(sys.modules["cupy.cuda.nccl"]).update(get_unique_id=fail)
     comm = unconnected(double)
-    with pytest.raises(RuntimeError, match=r"create on .*rank 0 of 2.*unhandled cuda error"):
-        reduce_four(comm)
+    refused(r"create on .*rank 0 of 2.*unhandled cuda error", lambda: reduce_four(comm), RuntimeError)
     (_, told) = double.events[-1]
     double.events.clear()
     other = unconnected(double, 1)
     other.backend._host.others[0] = told
-    with pytest.raises(RuntimeError, match=r"create on .*rank 0 of 2.*unhandled cuda error"):
-        reduce_four(other)
+    refused(r"create on .*rank 0 of 2.*unhandled cuda error", lambda: reduce_four(other), RuntimeError)
 
 
 def test_over_the_same_ranks_further_ones_are_split_from_the_first(double: Double) -> None:
@@ -504,19 +501,15 @@ def test_sends_and_receives_do_not_connect_ranks_that_may_not_come(double: Doubl
         send()
         comm.barrier(stream=cuda_stream())
     assert ("NcclCommunicator", size, UNIQUE_ID, rank) in double.events
-
-
-def test_a_send_connects_two_ranks(double: Double) -> None:
-    comm = unconnected(double)
-    comm.send(on_gpu(4), 1, stream=cuda_stream())
+    double.events.clear()
+    unconnected(double).send(on_gpu(4), 1, stream=cuda_stream())  # two ranks
     assert ("NcclCommunicator", 2, UNIQUE_ID, 0) in double.events
 
 
 def test_a_capture_connects_nothing(double: Double, monkeypatch: pytest.MonkeyPatch) -> None:
     comm = unconnected(double)
     monkeypatch.setitem(type(comm.backend)._connect.__globals__, "is_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="its first call, which connects the ranks, is captured in a CUDA graph"):
-        reduce_four(comm)
+    refused("its first call, which connects the ranks, is captured in a CUDA graph", lambda: reduce_four(comm), RuntimeError)
     assert double.events == []
 
 
@@ -529,14 +522,12 @@ def test_version_is_logged(double: Double, caplog: pytest.LogCaptureFixture) -> 
 def test_without_cupy_the_error_names_the_extras(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("cupy", "cupy.cuda"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=r"pip install cupy-cuda12x nvidia-nccl-cu12, or cupy-cuda13x"):
-        load_backend()
+    refused(r"pip install cupy-cuda12x nvidia-nccl-cu12, or cupy-cuda13x", load_backend, ImportError)
 
 
 def test_cupy_without_nccl_is_refused(double: Double) -> None:
     sys.modules["cupy.cuda.nccl"].available = False  # type: ignore[attr-defined]
-    with pytest.raises(ImportError, match="cupy-cuda12x nvidia-nccl-cu12"):
-        load_backend()
+    refused("cupy-cuda12x nvidia-nccl-cu12", load_backend, ImportError)
 
 
 # ---------------------------------------------------------------------- collectives
@@ -617,9 +608,9 @@ def test_in_place_views_keep_their_pointers(double: Double) -> None:
 def test_int16_reduction_is_refused(double: Double, call: str) -> None:
     comm, tensor = double.communicator(size=1), on_gpu(4, torch.int16)
     root = [0] if call == "reduce" else []
-    refused = partial(getattr(comm, call), tensor, tensor, ReduceOp.SUM, *root, stream=cuda_stream())
+    wrong = partial(getattr(comm, call), tensor, tensor, ReduceOp.SUM, *root, stream=cuda_stream())
     with pytest.raises(ValueError, match=rf"{call} on Communicator.*'world'.* cannot reduce torch.int16"):
-        in_group(comm, partial(comm.barrier, stream=cuda_stream()), refused)  # nor is the barrier made
+        in_group(comm, partial(comm.barrier, stream=cuda_stream()), wrong)  # nor is the barrier made
     assert double.events == []
 
 
@@ -653,8 +644,7 @@ def all_calls(comm: Communicator, stream: Stream) -> list[Callable[[], Work]]:
 @pytest.mark.parametrize("stream", [InlineStream(), cuda_stream(torch.device("cuda", 0))])
 def test_a_stream_that_is_not_this_devices_is_refused(double: Double, stream: Stream) -> None:
     for call in all_calls(double.communicator(), stream):
-        with pytest.raises(ValueError, match=r"expected a stream of cuda:1, found a \w+ on "):
-            call()
+        refused(r"expected a stream of cuda:1, found a \w+ on ", call)
     assert double.events == []
 
 
@@ -697,8 +687,7 @@ def test_the_policy_is_that_of_the_first_communicator(
     "wrong", [{"cta_policy": "fast"}, {"min_ctas": 0}, {"max_ctas": True}, {"max_ctas": 1.5}, {"min_ctas": 4, "max_ctas": 3}]
 )
 def test_wrong_policies_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"NcclPolicy\(.*expected"):
-        NcclPolicy(**wrong)
+    refused(r"NcclPolicy\(.*expected", lambda: NcclPolicy(**wrong))
 
 
 def test_the_configuration_is_that_of_the_installed_cupy(cupy_nccl: Any) -> None:
@@ -713,67 +702,42 @@ def test_the_configuration_is_that_of_the_installed_cupy(cupy_nccl: Any) -> None
         nccl_config.configure(made, policy)
         assert getattr(nccl_config.view(made), "CTAPolicy") == 1  # noqa: B009
     else:
-        with pytest.raises(RuntimeError, match="no CTAPolicy: expected NcclPolicy"):
-            nccl_config.configure(made, policy)
-    with pytest.raises(RuntimeError, match="does not hold NCCL's configuration as that of CuPy"):
-        nccl_config.view(object())
+        refused("no CTAPolicy: expected NcclPolicy", lambda: nccl_config.configure(made, policy), RuntimeError)
+    refused("does not hold NCCL's configuration as that of CuPy", lambda: nccl_config.view(object()), RuntimeError)
 
 
-def test_the_configuration_is_that_of_the_installed_header(cupy_nccl: Any) -> None:
-    paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libnccl.so" in line}
-    header = Path(paths.pop()).parent.parent / "include" / "nccl.h"
-    if not header.exists():
-        skip_at_home(f"no {header}")
-    text = header.read_text()
-    declared = re.search(r"typedef struct ncclConfig_v\d+ \{(.*?)\} ncclConfig_t;", re.sub(r"/\*.*?\*/", "", text), re.DOTALL)
+def test_the_configuration_is_that_of_the_installed_header(header: str) -> None:
+    declared = re.search(r"typedef struct ncclConfig_v\d+ \{(.*?)\} ncclConfig_t;", re.sub(r"/\*.*?\*/", "", header), re.DOTALL)
     assert declared is not None
     kinds = {"size_t": ctypes.c_size_t, "unsigned int": ctypes.c_uint, "int": ctypes.c_int, "const char *": ctypes.c_char_p}
     fields = [re.fullmatch(r"\s*(.*?[ *])(\w+)\s*", line) for line in declared[1].split(";")[:-1]]
     found = [(match[2], kinds[match[1].strip()]) for match in fields if match]
     assert found[: len(nccl_config.Config._fields_)] == list(nccl_config.Config._fields_)
     for name, code in CTA_POLICIES.items():
-        assert re.search(rf"#define NCCL_CTA_POLICY_{name.upper()} 0x0{code}\b", text)
+        assert re.search(rf"#define NCCL_CTA_POLICY_{name.upper()} 0x0{code}\b", header)
 
 
 # ---------------------------------------------------------------------- sends and receives, groups
 
 
-def test_gather_receives_at_once_and_copies_its_own_block(double: Double) -> None:
-    comm, out, inp = double.communicator(rank=1, size=3), on_gpu(6) * 0, on_gpu(2)
-    comm.gather(out, inp, 1, stream=cuda_stream())
-    start = out.data_ptr()
-    assert double.events == [
-        *[("on stream", HANDLE), ("off stream",), START],
-        ("recv", start, 8, BYTE, 0, HANDLE),
-        ("recv", start + 16, 8, BYTE, 2, HANDLE),
-        END,
-    ]
-    assert out.tolist() == [0, 0, 0, 1, 0, 0]
-
-
-def test_gather_sends_to_another_root(double: Double) -> None:
-    comm, inp = double.communicator(size=3), on_gpu(2)
-    comm.gather(None, inp, 2, stream=cuda_stream())
-    assert double.events == [START, ("send", inp.data_ptr(), 8, BYTE, 2, HANDLE), END]
-
-
-def test_scatter_sends_at_once_and_copies_its_own_block(double: Double) -> None:
-    comm, out, inp = double.communicator(rank=1, size=3), on_gpu(2) * 0, on_gpu(6)
-    comm.scatter(out, inp, 1, stream=cuda_stream())
-    start = inp.data_ptr()
-    assert double.events == [
-        *[("on stream", HANDLE), ("off stream",), START],
-        ("send", start, 8, BYTE, 0, HANDLE),
-        ("send", start + 16, 8, BYTE, 2, HANDLE),
-        END,
-    ]
-    assert out.tolist() == [2, 3]
-
-
-def test_scatter_receives_from_another_root(double: Double) -> None:
-    comm, out = double.communicator(size=3), on_gpu(2)
-    comm.scatter(out, None, 2, stream=cuda_stream())
-    assert double.events == [START, ("recv", out.data_ptr(), 8, BYTE, 2, HANDLE), END]
+@pytest.mark.parametrize(
+    ("call", "moves", "other", "expected"),
+    [("gather", "recv", "send", [0, 0, 0, 1, 0, 0]), ("scatter", "send", "recv", [2, 3])],
+)
+def test_a_root_moves_all_at_once_and_copies_its_own_block(
+    double: Double, call: str, moves: str, other: str, expected: list[int]
+) -> None:
+    """Others send or receive one."""
+    long, short = on_gpu(6), on_gpu(2)
+    out, inp = (long.mul_(0), short) if call == "gather" else (short.mul_(0), long)
+    getattr(double.communicator(rank=1, size=3), call)(out, inp, 1, stream=cuda_stream())
+    start = long.data_ptr()
+    each = [(moves, start, 8, BYTE, 0, HANDLE), (moves, start + 16, 8, BYTE, 2, HANDLE)]
+    assert double.events == [("on stream", HANDLE), ("off stream",), START, *each, END]
+    assert out.tolist() == expected
+    given = (None, short) if call == "gather" else (short, None)
+    getattr(double.communicator(size=3), call)(*given, 2, stream=cuda_stream())
+    assert double.events == [START, (other, short.data_ptr(), 8, BYTE, 2, HANDLE), END]
 
 
 def test_own_block_in_place_is_not_copied(double: Double) -> None:
@@ -1147,8 +1111,7 @@ def test_no_pool_where_another_rank_has_none(double: Double, pools: list[object]
 def test_memory_of_a_pool_that_cannot_be_registered_ends_the_job(double: Double, pools: list[object]) -> None:
     """The other ranks have registered theirs."""
     comm, double.codes["ncclCommRegister"] = double.communicator(), 5
-    with pytest.raises(RuntimeError, match=r"pool on .*NCCL_ERROR_INVALID_USAGE"):
-        comm.pool().allocate(torch.UntypedStorage(0), 24)
+    refused(r"pool on .*NCCL_ERROR_INVALID_USAGE", lambda: comm.pool().allocate(torch.UntypedStorage(0), 24), RuntimeError)
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -1184,22 +1147,13 @@ def test_exchange_is_the_hosts(double: Double) -> None:
 
 
 def test_split_splits_the_host_first(double: Double) -> None:
-    made = double.communicator().split(3, 7, "dp.gather")
-    assert double.events == [
-        ("host split", 3, 7, "dp.gather"),
-        *BOUND,
-    ]
-    assert (made.rank, made.size, made.device, made.name) == (0, 1, DEVICE, "dp.gather")
-
-
-def test_split_passes_the_hooks_on(double: Double) -> None:
     comm = double.communicator()
     comm.hooks = (Hook(),)
-    assert comm.split(0, 0, "dp.gather").hooks == comm.hooks
-
-
-def test_split_without_a_color_makes_nothing(double: Double) -> None:
-    assert double.communicator().split(None, 0, "none") is None
+    made = comm.split(3, 7, "dp.gather")
+    assert double.events == [("host split", 3, 7, "dp.gather"), *BOUND]
+    assert (made.rank, made.size, made.device, made.name) == (0, 1, DEVICE, "dp.gather")
+    assert made.hooks == comm.hooks
+    assert double.communicator().split(None, 0, "none") is None  # without a color nothing is made
     assert double.events == [("host split", None, 0, "none")]
 
 
@@ -1222,8 +1176,7 @@ def test_nothing_runs_after_close(double: Double) -> None:
         lambda: comm.split(0, 0, "late"),
         lambda: comm.empty(1, torch.int8),
     ):
-        with pytest.raises(RuntimeError, match="the communicator is closed"):
-            call()
+        refused("the communicator is closed", call, RuntimeError)
     assert double.events == []
 
 
@@ -1245,8 +1198,7 @@ def test_codes_that_cupy_cannot_name_are_reported_too(double: Double, code: int)
     with pytest.raises(KeyError) as unnamed:
         NcclError(code)
     double.failures["allReduce"] = unnamed.value
-    with pytest.raises(RuntimeError, match=f"barrier on .*NCCL failed: ncclResult_t {code}"):
-        comm.barrier(stream=cuda_stream())
+    refused(f"barrier on .*NCCL failed: ncclResult_t {code}", lambda: comm.barrier(stream=cuda_stream()), RuntimeError)
 
 
 def test_an_asynchronous_error_is_told_in_words(double: Double) -> None:

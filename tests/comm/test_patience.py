@@ -56,8 +56,7 @@ if world.rank == 0:
 @pytest.mark.rest
 def test_a_rank_that_works() -> None:
     """By itself, in a child, or as it says; beside the others' calls, and behind their end."""
-    done = run_script(GOES_ON, 3, SHARDRT_TIMEOUT="2", SHARDRT_MONITOR_TIMING="lost_s=1.5")
-    assert done.returncode == 0, done.stderr
+    done = run_script(GOES_ON, 3, code=0, SHARDRT_TIMEOUT="2", SHARDRT_MONITOR_TIMING="lost_s=1.5")
     assert done.stdout.count("meet") == 3
     assert done.stdout.count("written") == 1
     lines = [line for line in done.stderr.splitlines() if "(SHARDRT_PATIENCE)" in line]
@@ -100,8 +99,7 @@ world.barrier()
 @pytest.mark.rest
 def test_a_clock_that_is_set() -> None:
     """The time of day of one rank goes forward by two hours, that of another one back."""
-    done = run_script(CLOCKS, 2, FRESH, SHARDRT_TIMEOUT="2", SHARDRT_MONITOR_TIMING="lost_s=1.5")
-    assert done.returncode == 0, done.stderr
+    run_script(CLOCKS, 2, FRESH, code=0, SHARDRT_TIMEOUT="2", SHARDRT_MONITOR_TIMING="lost_s=1.5")
 
 
 @pytest.mark.parametrize(
@@ -120,8 +118,7 @@ work(1)
 {last}
 """
     timing = "lost_s=1.5,settle_s=0.2,poll_s=0.05"
-    done = run_script(source, 2, SHARDRT_TIMEOUT="2", SHARDRT_PATIENCE=patience, SHARDRT_MONITOR_TIMING=timing)
-    assert done.returncode == 17, done.stderr
+    done = run_script(source, 2, code=17, SHARDRT_TIMEOUT="2", SHARDRT_PATIENCE=patience, SHARDRT_MONITOR_TIMING=timing)
     assert re.search(says, done.stderr), done.stderr
 
 
@@ -160,8 +157,7 @@ one, two = (world.comm.split(0, world.rank, name) for name in ("one", "two"))
 """
     streams = "threaded" if "thread" in calls or "stream.synchronize" in calls else "inline"
     started = time.monotonic()
-    done = run_script(source, 3, SHARDRT_TIMEOUT="300", SHARDRT_HOST_STREAMS=streams)
-    assert done.returncode == 17, done.stderr
+    done = run_script(source, 3, code=17, SHARDRT_TIMEOUT="300", SHARDRT_HOST_STREAMS=streams)
     assert time.monotonic() - started < 60.0
     said = r"waited [4-9] s in #\d+ .*, and no rank can go on: ranks? [\d, ]+ cannot come, waiting elsewhere; ending the job"
     assert re.search(said, done.stderr), done.stderr

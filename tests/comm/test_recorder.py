@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ranks import refused
 from shardrt.comm.recorder.dumps import DumpFolder
 from shardrt.comm.recorder.merge_dumps import main, merge, parse
 from shardrt.comm.recorder.recorder import Recorder
@@ -132,8 +133,7 @@ def test_a_dump_has_the_reason_of_the_one_that_it_replaces(temporary: Path) -> N
 def test_no_dump_can_be_written(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An OSError, which the callers report; also where there is no folder for temporary files at all."""
     (temporary / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
-        DumpFolder(temporary / "file", JOB, silent).write("rank-0.json", "{}")
+    refused("file", lambda: DumpFolder(temporary / "file", JOB, silent).write("rank-0.json", "{}"), OSError)
     monkeypatch.setattr(tempfile, "gettempdir", lambda: (_ for _ in ()).throw(FileNotFoundError()))
     assert DumpFolder(None, JOB, silent).path.parts[:2] == ("/", "tmp")
 
@@ -177,8 +177,7 @@ def test_merge_names_who_is_where(folder: Path, capsys: pytest.CaptureFixture[st
     assert merged(*together).splitlines() == expected
     assert main(["merge", str(folder)]) == 0
     assert capsys.readouterr() == (STUCK + "\n", "")
-    with pytest.raises(SystemExit, match="2"):
-        main(["merge"])
+    refused("2", lambda: main(["merge"]), SystemExit)
 
 
 def test_what_is_no_dump_is_named_and_left_out(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

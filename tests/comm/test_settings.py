@@ -186,8 +186,7 @@ except ValueError as error:
     os.write(1, f"rank {rank}: {error}\\n".encode())
     sys.exit(3)
 """
-    done = run_script(source, 2)
-    assert done.returncode == 3, done.stderr
+    done = run_script(source, 2, code=3)
     for rank in range(2):
         assert f"rank {rank}: SHARDRT_CHECK differs between the ranks: " in done.stdout
     assert done.stdout.count("SHARDRT_RANKS_PER_NODE differs between the ranks: ") == 2

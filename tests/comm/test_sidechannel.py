@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ranks import run_script
+from ranks import refused, run_script
 from shardrt.comm.ending.guard.link import TOKEN_NBYTES, Connection, LinkError
 from shardrt.comm.ending.status_table import StatusTable
 from shardrt.comm.monitor.timing import Timing
@@ -69,19 +69,16 @@ def test_both_ends_prove_that_they_know_the_token(
         assert connecting.receive() == b""
     assert accepting.receive() is None
     accepting.close()
-    with pytest.raises(LinkError, match="has closed"):
-        connecting.receive()
+    refused("has closed", connecting.receive, LinkError)
 
 
 def test_another_token_is_refused() -> None:
     accepting, connecting, _, other = pair(token=bytes(TOKEN_NBYTES))
     accepting.greet()
     connecting.greet()
-    with pytest.raises(LinkError, match="not from a rank of this job"):
-        accepting.greet()
+    refused("not from a rank of this job", accepting.greet, LinkError)
     accepting.close()
-    with pytest.raises(OSError, match="closed"):
-        connecting.greet()
+    refused("closed", connecting.greet, OSError)
     assert not connecting.is_open
     other.close()
 
@@ -98,8 +95,7 @@ def test_the_token_is_never_sent() -> None:
     replayed, _, _, stranger = pair()
     replayed.greet()
     stranger.send(answer)
-    with pytest.raises(LinkError, match="not from a rank of this job"):
-        replayed.greet()
+    refused("not from a rank of this job", replayed.greet, LinkError)
     for end in (one, other, replayed, stranger):
         end.close()
 
@@ -143,8 +139,7 @@ def test_frames_that_were_made_by_others_are_refused(
 def test_lengths_are_bounded(links: tuple[Connection, Connection, socket.socket, socket.socket]) -> None:
     accepting, _, _, other = links
     other.send((LIMIT + 1).to_bytes(4))
-    with pytest.raises(LinkError, match="a frame of 10001 bytes; expected at most 10000"):
-        accepting.receive()
+    refused("a frame of 10001 bytes; expected at most 10000", accepting.receive, LinkError)
     bomb = zlib.compress(bytes(50_000_000), 9)
     begin = time.monotonic()
     for data in (bomb, b"", b"no zlib", zlib.compress(b"x" * 99), zlib.compress(b"x" * 101), zlib.compress(b"x" * 100)[:-1]):

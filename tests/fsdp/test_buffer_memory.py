@@ -16,7 +16,7 @@ from torch import nn
 
 import shardrt
 from observers import observing_gradients, observing_memory
-from ranks import on_ranks, with_copies
+from ranks import on_ranks, refused, with_copies
 from shardrt.comm import Communicator, Event, Pool, World
 from shardrt.comm.core.streams import InlineStream
 from shardrt.fsdp.base.events import BufferKind
@@ -30,7 +30,7 @@ from shardrt.fsdp.memory.buffers import (
     allocated_buffers,
 )
 from shardrt.fsdp.memory.host_memory import POOL
-from toys import OddMLP, batch, buckets_of, loss_of, overlapping, shard_blocks, uncompiled
+from toys import OddMLP, batch, buckets_of, loss_of, overlapping, shard_blocks, step_all, uncompiled
 
 Storage = weakref.ref[torch.UntypedStorage]
 
@@ -77,8 +77,7 @@ def test_where_packed_gradients_lie_between_reductions(world: World) -> None:
         patch.setattr(Communicator, "empty", note)
         patch.setattr(buffers, "_comm_buffers", WeakKeyDictionary())
         model: Any = nn.Sequential(nn.Linear(301, 301), nn.Linear(301, 301))
-        for layer in (*model, model):
-            shardrt.fully_shard(layer)
+        shard_blocks(model, "")
         for _ in range(3):
             model(torch.ones(2, 301)).square().mean().backward()
             model.zero_grad()
@@ -397,8 +396,7 @@ def test_modifying_a_gathered_parameter_between_forward_and_backward_is_noticed(
     loss = loss_of(model, batch(0).float())
     with torch.no_grad():
         model.blocks[0].up.weight.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+    refused("modified by an inplace operation", loss.backward, RuntimeError)
     model.reset_iter_state()
 
 
@@ -408,8 +406,7 @@ def test_modifying_a_gathered_parameter_between_forward_and_backward_is_noticed(
 def test_summary(world: World) -> None:
     """By hand: a block has the bytes of its layout; the root holds inp and out, 5 * 13 + 13 + 13 * 3 + 3 elements."""
     model = shard_blocks(OddMLP(layers=1).double())
-    with pytest.raises(ValueError, match="'Linear' is not sharded"):
-        shardrt.memory_summary(torch.nn.Linear(2, 2))
+    refused("'Linear' is not sharded", lambda: shardrt.memory_summary(torch.nn.Linear(2, 2)))
     assert re.search(r"gradients: none yet\n(process|GPU): ", shardrt.memory_summary(model))
     train(model, world, steps=1)
     head, root, block, total, buffers, _ = shardrt.memory_summary(model).splitlines()
@@ -455,8 +452,7 @@ def test_optimizer_state_on_disk(world: World, options: dict[str, bool]) -> None
         for step in range(3):
             for model, optimizer in zip(models, optimizers, strict=True):
                 loss_of(model, batch(step).float().chunk(world.size)[world.rank]).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                step_all(optimizer)
         handle.remove()
         for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
             assert torch.equal(one.to_local(), other.to_local())
@@ -472,9 +468,7 @@ def test_optimizer_state_on_disk(world: World, options: dict[str, bool]) -> None
 def test_no_fresh_memory_in_the_steady_state(world: World) -> None:
     """Each step allocates and frees at least six buffers of 4 MiB, 1024 pages each, without a new page fault."""
     model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4)))
-    for module in model:
-        shardrt.fully_shard(module)
-    shardrt.fully_shard(model)
+    shard_blocks(model, "")
     x = torch.ones(8, 1024)
     faults = []
     for _ in range(12):  # the heap of a process that has run other tests takes some steps to settle

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import shardrt
 from ranks import on_ranks
 from shardrt.comm import World
-from toys import OddBlock, OddMLP, Sharder, batch, buckets_of, gathers_of, loss_of, shard_blocks, train_side_by_side
+from toys import OddBlock, OddMLP, Sharder, batch, buckets_of, gathers_of, loss_of, paired, shard_blocks, train_side_by_side
 
 STEPS = 4
 TOLERANCE = 2e-6  # float32: the sum over all rows rounds differently from the sum over the ranks' sums
@@ -162,9 +162,7 @@ def test_a_compiled_model(world: World, model: type[nn.Module], shard: Sharder) 
 @on_ranks(2)
 def test_a_compiled_training_step(world: World) -> None:
     """The compiler also sees the hooks of the backward, and skips them."""
-    whole, model = Unrolled(), Unrolled()
-    model.load_state_dict(whole.state_dict())
-    shard_blocks(model)
+    whole, model = paired(Unrolled())
 
     def step(x: torch.Tensor) -> None:
         loss_of(model, x).backward()
@@ -317,9 +315,7 @@ def test_inductor(world: World, tmp_path: Path, kind: type[OddMLP]) -> None:
     """
     from torch._inductor import config
 
-    plain, model = kind(), kind()
-    model.load_state_dict(plain.state_dict())
-    shard_blocks(model)
+    plain, model = paired(kind())
     with pytest.MonkeyPatch.context() as patch, config.patch(compile_threads=1), compiler() as counts:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # shared: one rank compiles, the others wait for its locks
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (plain, model)]

@@ -12,10 +12,10 @@ from torch import nn
 
 import shardrt
 from checkpoints import shared_folder
-from ranks import on_ranks, with_copies
+from ranks import on_ranks, refused, with_copies
 from shardrt import checkpoint
 from shardrt.comm import DeviceMesh, ReduceOp, World
-from toys import batch, compare, loss_of, refused, shard_blocks, train_side_by_side
+from toys import batch, check_backward, compare, loss_of, paired, shard_blocks, train_side_by_side
 
 
 class FourierBlock(nn.Module):
@@ -56,41 +56,34 @@ class Fourier(nn.Module):
 @pytest.mark.parametrize("microbatches", [1, 2])
 @on_ranks(1, 2, 3)
 def test_training(world: World, microbatches: int) -> None:
-    torch.manual_seed(0)
     train_side_by_side(world, Fourier(), map(batch, range(3)), microbatches=microbatches)
 
 
 @on_ranks(2)
 @with_copies
 def test_training_with_copies(world: World) -> None:
-    torch.manual_seed(0)
     train_side_by_side(world, Fourier(), map(batch, range(2)))
 
 
 @on_ranks(4)
 def test_hybrid_sharding(world: World) -> None:
-    torch.manual_seed(0)
     mesh = DeviceMesh(world.comm, (2, 2), ("replicate", "shard"))
     train_side_by_side(world, Fourier(), map(batch, range(2)), shard=lambda model: shard_blocks(model, mesh=mesh))
 
 
 @on_ranks(1, 2)
 def test_gradients_that_are_conjugated_lazily(world: World) -> None:
-    torch.manual_seed(0)
     whole = Fourier()
     for block in whole.blocks:
         block.conjugates = True
     sharded = shard_blocks(copy.deepcopy(whole))
     for _ in range(2):  # accumulated
-        loss_of(whole, batch(0)).backward()
-        loss_of(sharded, batch(0).chunk(world.size)[world.rank]).backward()
-    compare(whole, sharded, 1e-12, "accumulated")
+        check_backward(world, whole, sharded, batch(0))
 
 
 @on_ranks(2)
 def test_policies_leave_them_as_they_are(world: World) -> None:
     """Real parameters are cast and reduced in other dtypes; complex ones are not."""
-    torch.manual_seed(0)
     model = shard_blocks(
         Fourier(torch.complex64),
         mp_policy=shardrt.MixedPrecisionPolicy(
@@ -116,9 +109,7 @@ def test_policies_leave_them_as_they_are(world: World) -> None:
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
 @on_ranks(1, 2)
 def test_clipping(world: World, norm_type: float) -> None:
-    torch.manual_seed(0)
-    whole = Fourier()
-    sharded = shard_blocks(copy.deepcopy(whole))
+    whole, sharded = paired(Fourier())
     for clip in (shardrt.clip_grad_norm_, nn.utils.clip_grad_norm_):
         for model, rows in ((whole, batch(0)), (sharded, batch(0).chunk(world.size)[world.rank])):
             model.zero_grad()
@@ -143,7 +134,6 @@ OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
 def test_optimizers_and_checkpoints(world: World, index: int) -> None:
     """Steps are those of one process; state dicts, checkpoints and safetensors have the values."""
     kind, options = OPTIMIZERS[index]
-    torch.manual_seed(0)
     models = [Fourier(), Fourier(), Fourier()]
     models[1].load_state_dict(models[0].state_dict())
     for model in models[1:]:
@@ -233,7 +223,6 @@ CONJUGATES: dict[str, Callable[[Any], Any]] = {
 @on_ranks(1, 2, 3)
 def test_conjugates_of_shards(world: World, name: str) -> None:
     """Their values, and the gradients whose formulas have them."""
-    torch.manual_seed(0)
     whole = nn.Parameter(torch.randn(7, 5, dtype=torch.complex128))
     sharded: Any = nn.Parameter(shardrt.distribute_tensor(whole.detach().clone(), world.mesh, [shardrt.Shard(0)]))
     expected, found = CONJUGATES[name](whole), CONJUGATES[name](sharded)

@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardrt
-from ranks import on_ranks
+from ranks import on_ranks, refused
 from shardrt import MixedPrecisionPolicy
 from shardrt.comm import World
-from toys import buckets_of, compare, refused
+from toys import buckets_of, compare, shard_blocks
 
 BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
@@ -185,8 +185,7 @@ def test_containers_are_the_callers(world: World, how: str) -> None:
         whole = Blocks(case, wide=70_000 if how == "large" and case == "list" else 5).double()
         model = copy.deepcopy(whole)
         policy = BFLOAT16 if "cast" in how else MixedPrecisionPolicy()
-        for module in (*model.blocks, model):
-            shardrt.fully_shard(module, reshard_after_forward=how != "kept", mp_policy=policy)
+        shard_blocks(model, reshard_after_forward=how != "kept", mp_policy=policy)
         model.recomputes = whole.recomputes = how == "recomputed" and case not in ("order", "nested")
         x = torch.randn(2, 5, dtype=torch.float64)
         with torch.set_grad_enabled("no gradients" not in how):
@@ -292,7 +291,6 @@ class Caches(nn.Module):
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_write_to_an_input_that_is_cast(world: World, grad: bool) -> None:
     """It reaches the caller's tensor, whose other elements keep their precision."""
-    torch.manual_seed(0)
     model = shardrt.fully_shard(Caches(), mp_policy=BFLOAT16)
     cache = torch.full((3, 5), 1 / 3)
     with torch.set_grad_enabled(grad):
@@ -312,8 +310,7 @@ class ReadOnly(dict[str, Any]):
 @on_ranks(1, 2)
 def test_containers_that_cannot_be_changed(world: World) -> None:
     model = nn.Sequential(Block(lambda state, y: None, 5))
-    for module in (*model, model):
-        shardrt.fully_shard(module)
+    shard_blocks(model, "")
     x = torch.ones(2, 5, requires_grad=True)
     state, first = ReadOnly(x=x), [x]
     both = (first, state)

@@ -52,8 +52,7 @@ def test_evaluation_between_forward_and_backward(world: World, reshard_after_for
         torch.testing.assert_close(sharded(batch(1)), whole(batch(1)), rtol=TOLERANCE, atol=TOLERANCE)
     loss.backward()
     loss_of(whole, batch(0)).backward()
-    for param, expected in zip(sharded.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), expected.grad, rtol=TOLERANCE, atol=TOLERANCE)
+    compare(whole, sharded, TOLERANCE, "after the backward")
 
 
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}])
@@ -80,17 +79,16 @@ def test_evaluation_between_backward_and_clipping(world: World, options: dict[st
 
 @on_ranks(2, 3)
 def test_three_backwards_through_one_forward(world: World) -> None:
-    """Through the whole graph, a part of it, and the whole graph again; then a usual step."""
+    """Through the whole graph, a part of it, and, after a usual step, the whole graph again, with a graph of gradients."""
     whole = OddMLP().double()
     sharded = shard_blocks(copy.deepcopy(whole))
     for model, x in ((whole, batch(0)), (sharded, batch(0).chunk(world.size)[world.rank])):
         out = model(x)
         (out**2).mean().backward(retain_graph=True)
         out[:, 0].mean().backward(retain_graph=True)
-        (3 * out.mean()).backward()
         loss_of(model, x).backward()
-    for param, expected in zip(sharded.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), expected.grad, rtol=TOLERANCE, atol=TOLERANCE)
+        (3 * out.mean()).backward(create_graph=True)
+    compare(whole, sharded, TOLERANCE, "after the backwards")
 
 
 def generate(model: nn.Module, prompt: torch.Tensor, length: int) -> torch.Tensor:

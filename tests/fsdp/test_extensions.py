@@ -14,12 +14,12 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import shardrt
-from ranks import on_ranks
+from ranks import on_ranks, refused
 from shardrt.comm import Communicator, World
 from shardrt.comm.startup.dry import dry_world
 from shardrt.fsdp.gather import extension
 from subclasses import PadsItself, Parts, set_on_locals
-from toys import Elsewhere
+from toys import Elsewhere, shard_blocks, step_all
 
 
 def pre_of_one(self: Any, mesh: shardrt.DeviceMesh) -> tuple[Parts, None]:
@@ -77,7 +77,6 @@ def inputs(rows: int = 4) -> torch.Tensor:
 @on_ranks(2, 3)
 def test_two_tensors_train_as_one(world: World, reshard: bool, pre: Any) -> None:
     """Both tensors of every weight are gathered; training equals the plain model's, for even and uneven rows."""
-    torch.manual_seed(0)
     with two_tensors_gather_both(pre):
         model = two_tensor_mlp(width=4, device=str(world.device))
         whole = nn.Sequential(nn.Linear(5, 4, bias=False), nn.Linear(4, 12, bias=False), nn.Linear(12, 3, bias=False))
@@ -98,9 +97,7 @@ def test_two_tensors_train_as_one(world: World, reshard: bool, pre: Any) -> None
             torch.testing.assert_close(losses[1].a if isinstance(losses[1], TwoTensor) else losses[1], losses[0])
             for loss in losses:
                 loss.backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            step_all(*optimizers)
         for linear, twin in zip(whole, model, strict=True):
             rows = -(-linear.out_features // world.size)
             mine = linear.weight.detach()[rows * world.rank : rows * (world.rank + 1)]
@@ -181,8 +178,7 @@ def test_rows_that_the_user_pads(world: World) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for _ in range(2):
         model(inputs()).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_all(optimizer)
     model.load_state_dict(whole.state_dict())
     torch.testing.assert_close(model(inputs()), rounded(whole)(inputs()))
 
@@ -198,15 +194,11 @@ def train_beside(world: World, whole: nn.Module, model: Any, scales: Callable[[n
         torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
         for loss in losses:
             loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(*optimizers)
 
 
 def sharded_linears(model: nn.Module, **options: Any) -> Any:
-    for linear in model:
-        shardrt.fully_shard(linear, **options)
-    return shardrt.fully_shard(model, **options)
+    return shard_blocks(model, "", **options)
 
 
 @pytest.mark.parametrize("scales", [None, "shardrt.integrations.torchao", "torchao.float8", "offloaded"])
@@ -316,8 +308,7 @@ def test_adapters_of_a_quantised_base(world: World, kind: str) -> None:
     assert [name.rpartition("model.")[2] for name in quantised] == ["0.base_layer.weight", "2.base_layer.weight"]
     for _ in range(2):
         expected = rf"parameter '0.base_layer.weight' is a \w+ of {kind.split()[0]}, .* ignored_params=\[p for p in model.par"
-        with pytest.raises(TypeError, match=expected):
-            shardrt.fully_shard(model.base_model.model)
+        refused(expected, lambda: shardrt.fully_shard(model.base_model.model), TypeError)
     for module in (*(model.base_model.model[index] for index in (0, 2)), model):
         shardrt.fully_shard(module, ignored_params=quantised.values())
     optimizers = [torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=1e-2) for each in (whole, model)]
@@ -327,9 +318,7 @@ def test_adapters_of_a_quantised_base(world: World, kind: str) -> None:
             x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
             whole(x).sin().square().mean().backward()
             model(x.chunk(world.size)[world.rank]).sin().square().mean().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            step_all(*optimizers)
     for (name, value), param in zip(whole.named_parameters(), model.parameters(), strict=True):
         if name in quantised:
             assert param is quantised[name]
@@ -405,8 +394,7 @@ def test_extensions_that_are_refused(world: World) -> None:
         model[0].weight._local_tensor.fsdp_pre_all_gather = lambda mesh: ((), None)
 
     refusal = r"fsdp_pre_all_gather of '0.weight': expected a tuple of tensors, found an empty one"
-    with pytest.raises((TypeError, RuntimeError), match=refusal):
-        linear(no_tensors)(inputs())
+    refused(refusal, lambda: linear(no_tensors)(inputs()), (TypeError, RuntimeError))
 
     def own_metadata(model: nn.Module) -> None:
         set_on_locals(model)
@@ -431,9 +419,7 @@ def test_two_tensors_from_the_meta_device(world: World) -> None:
     """Parameters from the meta device; compute and outputs in bfloat16."""
     with two_tensors_gather_both(pre_of_one):
         model = two_tensor_mlp(width=4, device="meta")
-        for linear in model:
-            shardrt.fully_shard(linear, mp_policy=shardrt.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-        shardrt.fully_shard(model, mp_policy=shardrt.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        shard_blocks(model, "", mp_policy=shardrt.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
         model.to_empty(device=world.device)
         for param in model.parameters():
             nn.init.normal_(param)
@@ -446,6 +432,5 @@ def test_two_tensors_from_the_meta_device(world: World) -> None:
             loss = out.float().square().mean()
             loss.backward()
             losses.append(float(loss.a if isinstance(loss, TwoTensor) else loss))
-            optimizer.step()
-            optimizer.zero_grad()
+            step_all(optimizer)
         assert losses[2] < losses[0]

@@ -16,15 +16,14 @@ import toys_tp
 from ranks import on_ranks
 from shardrt.comm import World
 from shardrt.parallel import parallelize_module
-from toys import Elsewhere, OddMLP, Skipping, batch, buckets_of, loss_of, shard_blocks
+from toys import Elsewhere, OddMLP, Skipping, batch, buckets_of, loss_of, paired, shard_blocks, step_all
 
 
 def train(model: nn.Module, *, inputs_want_grad: bool = False) -> nn.Module:
     optimizer = torch.optim.AdamW(model.parameters())
     for step in range(2):
         loss_of(model, batch(step).requires_grad_(inputs_want_grad)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_all(optimizer)
     return model
 
 
@@ -98,9 +97,7 @@ def in_two_dimensions(world: World) -> nn.Module:
     dp, tp = toys_2d.meshes(world, world.size)
     model = toys_tp.Transformer()
     parallelize_module(model, tp, toys_tp.sequence_plan())
-    for layer in model.layers:
-        shardrt.fully_shard(layer, mesh=dp)
-    shardrt.fully_shard(model, mesh=dp)
+    shard_blocks(model, "layers", mesh=dp)
     toys_tp.loss_of(model, toys_tp.tokens_of(0)).backward()
     return model
 
@@ -146,8 +143,7 @@ def test_models_are_freed(world: World, bucket: int) -> None:
 def test_a_backward_outlives_its_model(world: World) -> None:
     """The graph keeps what it needs of a model: gradients of its inputs are those of one process."""
     for bucket in (0, 1 << 20):
-        whole = OddMLP().double()
-        model: Any = shard_blocks(copy.deepcopy(whole), reshard_after_forward=True)
+        whole, model = paired(OddMLP().double(), reshard_after_forward=True)
         expected, found = batch(0).requires_grad_(), batch(0).requires_grad_()
         with buckets_of(bucket):
             losses = loss_of(whole, expected), loss_of(model, found)

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor.parallel import parallelize_module
 
 import shardrt
-from ranks import on_ranks, with_copies
+from ranks import on_ranks, refused, with_copies
 from shardrt.comm import Communicator, World, new_stream
 from shardrt.fsdp.base.events import Step, during
 from shardrt.fsdp.memory import buffers, context
@@ -32,8 +32,9 @@ from toys import (
     compare,
     loss_of,
     overlapping,
-    refused,
+    paired,
     shard_blocks,
+    step_all,
     train_side_by_side,
 )
 
@@ -66,8 +67,7 @@ def test_arguments_have_torchs_names_and_places() -> None:
 
 
 def test_axes_of_a_larger_mesh_are_named() -> None:
-    with pytest.raises(ValueError, match=r"name at least one axis"):
-        shardrt.DataParallelMeshDims()
+    refused(r"name at least one axis", shardrt.DataParallelMeshDims)
     assert shardrt.DataParallelMeshDims("a").shard_names == ("a",)
     assert shardrt.DataParallelMeshDims(replicate=("a", "b")).replicate_names == ("a", "b")
 
@@ -169,8 +169,7 @@ def test_backwards_that_are_finalized_by_hand(world: World, reduce_dtype: torch.
     """Nothing is reduced before: not after the last micro-batch, nor at the end of its backward."""
     tolerance = 1e-12 if reduce_dtype is None else 1e-6
     policy = shardrt.MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
-    whole = Skipping().double()
-    model = shard_blocks(copy.deepcopy(whole), mp_policy=policy)
+    whole, model = paired(Skipping().double(), mp_policy=policy)
     model.set_manual_backward_finalization(True)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (whole, model)]
     for step in range(3):
@@ -190,16 +189,13 @@ def test_backwards_that_are_finalized_by_hand(world: World, reduce_dtype: torch.
         compare(whole, model, tolerance, f"step {step}")
         model.finalize_backward()  # nothing is left
         compare(whole, model, tolerance, f"once more in step {step}")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(*optimizers)
 
 
 @on_ranks(2, 3)
 def test_what_is_left_to_finalize_backward(world: World) -> None:
     """Zeros for parameters that some ranks have not used, and groups that lack gradients."""
-    whole = Skipping().double()
-    model = shard_blocks(copy.deepcopy(whole))
+    whole, model = paired(Skipping().double())
     for m in (whole, model):
         m.inp.requires_grad_(False)
         m.blocks[0].requires_grad_(False)  # from here on, the inputs of blocks[1] require no gradients
@@ -223,8 +219,7 @@ def test_what_is_left_to_finalize_backward(world: World) -> None:
 @on_ranks(2, 3)
 def test_ranks_with_several_backwards_that_are_finalized_once(world: World) -> None:
     """Inside of `unsharded` ranks run different numbers of backwards; the sum of their gradients is divided by the ranks."""
-    whole = OddMLP().double()
-    model = shard_blocks(copy.deepcopy(whole))
+    whole, model = paired(OddMLP().double())
     model.set_manual_backward_finalization(True)
     with shardrt.unsharded(model):
         for rank in range(world.size):
@@ -239,8 +234,7 @@ def test_ranks_with_several_backwards_that_are_finalized_once(world: World) -> N
 @on_ranks(2)
 def test_finalization_by_hand_over_replicas(world: World) -> None:
     """Without the all-reduce, what is finalized stays within a replica until the next call with it."""
-    whole = OddMLP().double()
-    model = shard_blocks(copy.deepcopy(whole), mesh=shardrt.DeviceMesh(world.comm, (2, 1), ("replicate", "shard")))
+    whole, model = paired(OddMLP().double(), mesh=shardrt.DeviceMesh(world.comm, (2, 1), ("replicate", "shard")))
     model.set_manual_backward_finalization(True)
     for micro in range(2):
         model.set_requires_gradient_sync(False)
@@ -295,8 +289,7 @@ def test_the_state_of_a_module(world: World) -> None:
 def test_a_hook_on_a_stream_of_its_own(world: World) -> None:
     """The hook runs on its stream after the reduction, before gradients are published; also with the factor's older name."""
     for threaded in (True, False):
-        whole = OddMLP(layers=2).double()
-        model = shard_blocks(copy.deepcopy(whole))
+        whole, model = paired(OddMLP(layers=2).double())
         stream = new_stream(world.device, "hook", threaded=threaded)
         seen: list[torch.Tensor] = []
 
@@ -362,8 +355,7 @@ def test_symmetric_windows(world: World) -> None:
 
     plain = train_side_by_side(world, OddMLP().double(), map(batch, range(1)), shard=shard)
     assert (plain.param_group.gather.custom is None) == (world.device.type == "cpu")
-    with pytest.raises(RuntimeError, match=r"set_symm_mem_for_comm on 'OddMLP'|call it before the first forward"):
-        plain.set_symm_mem_for_comm()
+    refused(r"set_symm_mem_for_comm on 'OddMLP'|call it before the first forward", plain.set_symm_mem_for_comm, RuntimeError)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(symmetric_windows, "useful", lambda comm: True)
@@ -383,13 +375,11 @@ def test_symmetric_windows_that_are_refused(world: World) -> None:
         differing.blocks[1].set_symm_mem_for_comm()
     with pytest.raises(RuntimeError, match=r"set_symm_mem_for_comm .* found rank 0: \['blocks.1'\]; rank 1: none"):
         differing(batch(0).float())
-    with pytest.raises(ValueError, match=r"set_symm_mem_for_comm\('NVSHMEM'\) .* expected 'NCCL'"):
-        differing.set_symm_mem_for_comm("NVSHMEM")
+    refused(r"set_symm_mem_for_comm\('NVSHMEM'\) .* expected 'NCCL'", lambda: differing.set_symm_mem_for_comm("NVSHMEM"))
     both = shardrt.fully_shard(nn.Linear(5, 5))
     both.set_symm_mem_for_comm()
     both.param_group.settings.all_gather = object()
-    with pytest.raises(RuntimeError, match=r"'.*' has both set_symm_mem_for_comm and a custom collective"):
-        both(batch(0).float())
+    refused(r"'.*' has both set_symm_mem_for_comm and a custom collective", lambda: both(batch(0).float()), RuntimeError)
 
 
 def ranges_of(profile: profiler.profile) -> list[tuple[str, float, float]]:
@@ -452,8 +442,7 @@ def test_ranges_in_a_profile(world: World) -> None:
 
     with torch.autograd.profiler.profile() as profile:
         model.blocks[1].register_forward_pre_hook(lambda module, args: args[0].register_hook(fail) and None)
-        with pytest.raises(ValueError, match="stop"):
-            loss_of(model, x).backward()
+        refused("stop", loss_of(model, x).backward)
         with profiler.record_function("FSDP::after"):
             torch.ones(1)
     assert around(ranges_of(profile), "FSDP::after") == []

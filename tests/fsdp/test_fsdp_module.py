@@ -1,7 +1,6 @@
 """The methods of `FSDPModule`, its settings, lists of modules, forward methods, custom collectives, offload."""
 
 import copy
-import logging
 from collections.abc import Callable
 from unittest import mock
 
@@ -11,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardrt
-from ranks import on_ranks, settings_of, with_copies
+from ranks import on_ranks, refused, settings_of, with_copies, with_settings
 from shardrt.comm import Communicator, Stream, Work, World
 from shardrt.fsdp.api.fully_shard import _log_nothing_to_offload
 from shardrt.fsdp.gather.gather_state import GatherState, Verb
@@ -23,10 +22,14 @@ from toys import (
     UsedTwice,
     batch,
     buckets_of,
+    check_backward,
     compare,
     gathers_of,
+    logged,
     loss_of,
+    paired,
     shard_blocks,
+    step_all,
     train_side_by_side,
     uncompiled,
 )
@@ -83,13 +86,9 @@ def test_a_list_of_modules_is_one_group(world: World, reshard: bool | None) -> N
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (whole, model)]
     for step in range(3):
         events.clear()
-        whole(batch(step)).backward()
-        model(batch(step).chunk(world.size)[world.rank]).backward()
+        check_backward(world, whole, model, batch(step), loss=lambda each, x: each(x))
         assert events.count("norm, head, unused") == 1
-        compare(whole, model, 1e-12, f"step {step}")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(*optimizers)
     assert model.body.param_group.root is model.param_group
     with torch.no_grad():
         model(batch(0))
@@ -159,8 +158,7 @@ def test_what_is_not_shown_is_not_exposed(world: World) -> None:
     loss_of(model, batch(0).float()).backward()
     group = model.blocks[0].param_group
     for step in (group.expose, group.hide):
-        with pytest.raises(RuntimeError, match=f"cannot {step.__name__} 'blocks.0' while it is SHARDED"):
-            step()
+        refused(f"cannot {step.__name__} 'blocks.0' while it is SHARDED", step, RuntimeError)
     group.conceal()
     group.reshard()
     group.wait_unsharded()
@@ -171,8 +169,7 @@ def test_what_is_not_shown_is_not_exposed(world: World) -> None:
 def test_a_list_needs_a_root_around_it(world: World) -> None:
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     shardrt.fully_shard([first, second])
-    with pytest.raises(RuntimeError, match=r"'Linear'.*sharded in a list.*the module that calls them"):
-        first(torch.zeros(2, 3))
+    refused(r"'Linear'.*sharded in a list.*the module that calls them", lambda: first(torch.zeros(2, 3)), RuntimeError)
 
 
 @on_ranks(1, 3)
@@ -234,16 +231,11 @@ def test_other_methods_as_forwards(world: World) -> None:
     shard_blocks(model)
     shardrt.register_fsdp_forward_method(model, "embed")
     shardrt.register_fsdp_forward_method(whole, "embed")  # not sharded: no effect
-    with pytest.raises(ValueError, match="'FSDPGenerator' has no method 'imagine'"):
-        shardrt.register_fsdp_forward_method(model, "imagine")
+    refused("'FSDPGenerator' has no method 'imagine'", lambda: shardrt.register_fsdp_forward_method(model, "imagine"))
     for step in range(2):
-        whole.embed(batch(step)).square().mean().backward()
-        model.embed(batch(step).chunk(world.size)[world.rank]).square().mean().backward()
-    compare(whole, model, 1e-12, "embed")
+        check_backward(world, whole, model, batch(step), loss=lambda each, x: each.embed(x).square().mean())
     shardrt.register_fsdp_forward_method(model, "twice")  # calls the forward itself
-    whole.twice(batch(3)).square().mean().backward()
-    model.twice(batch(3).chunk(world.size)[world.rank]).square().mean().backward()
-    compare(whole, model, 1e-12, "twice")
+    check_backward(world, whole, model, batch(3), loss=lambda each, x: each.twice(x).square().mean())
     with torch.inference_mode():
         assert torch.equal(model.generate(batch(5), 4), whole.generate(batch(5), 4))
     assert model.param_group.runtime.memory.in_use == 0
@@ -254,9 +246,7 @@ def test_ignored_parameters_stay_whole(world: World) -> None:
     model = OddMLP().double()
     ignored = {model.inp.weight, model.blocks[0].gate}
     whole = copy.deepcopy(model)
-    for block in model.blocks:
-        shardrt.fully_shard(block, ignored_params=ignored)
-    shardrt.fully_shard(model, ignored_params=ignored)
+    shard_blocks(model, ignored_params=ignored)
     assert {param for param in model.parameters() if not isinstance(param, shardrt.DTensor)} == ignored
     loss_of(model, batch(0).chunk(world.size)[world.rank]).backward()
     loss_of(whole, batch(0)).backward()
@@ -326,23 +316,13 @@ def test_parameters_unused_on_some_ranks(world: World, bucket: int) -> None:
 @on_ranks(2)
 @uncompiled()
 @buckets_of(0)
-@with_copies
+@with_settings(node_memory=False, host_streams="threaded")
 def test_reductions_in_flight(world: World, in_flight: int) -> None:
     """The setting limits the packed buffers beside one that is filled: the peak of a model that stays gathered shows it."""
-    with settings_of(world, host_streams="threaded"):
-        check_reductions_in_flight(world, in_flight)
-
-
-def check_reductions_in_flight(world: World, in_flight: int) -> None:
-    model = OddMLP(layers=4).double()
-    shard_blocks(model, reshard_after_forward=False)
+    whole, model = paired(OddMLP(layers=4).double(), reshard_after_forward=False)
     model.set_reshard_after_backward(False)
     model.set_reduce_scatter_max_input_buffers(in_flight)
-    whole = copy.deepcopy(OddMLP(layers=4).double())
-    whole.load_state_dict({name: param.full_tensor() for name, param in model.named_parameters()})
-    loss_of(model, batch(0).chunk(world.size)[world.rank]).backward()
-    loss_of(whole, batch(0)).backward()
-    compare(whole, model, 1e-12, "")
+    check_backward(world, whole, model, batch(0))
     groups = list(model.param_group.with_descendants())
     block = model.blocks[0].param_group
     packed = min(in_flight, 4) * block.nbytes + (model.param_group.nbytes if in_flight > 4 else 0)
@@ -355,14 +335,9 @@ def check_reductions_in_flight(world: World, in_flight: int) -> None:
 @on_ranks(2)
 @uncompiled()
 @buckets_of(0)
-@with_copies
+@with_settings(node_memory=False, host_streams="threaded")
 def test_reductions_in_flight_by_group(world: World) -> None:
     """The maximum of the groups' settings holds for all groups of the root."""
-    with settings_of(world, host_streams="threaded"):
-        check_reductions_in_flight_by_group(world)
-
-
-def check_reductions_in_flight_by_group(world: World) -> None:
     model = shard_blocks(OddMLP(layers=4).double(), reshard_after_forward=False)
     model.set_reshard_after_backward(False)
     model.blocks[1].set_reduce_scatter_max_input_buffers(2)
@@ -381,8 +356,7 @@ def check_reductions_in_flight_by_group(world: World) -> None:
 @on_ranks(1, 2)
 def test_parameters_stay_gathered_between_microbatches(world: World, options: dict[str, bool]) -> None:
     """They stay gathered until an optimizer has changed them, also after a forward without a backward."""
-    whole = OddMLP().double()
-    model = shard_blocks(copy.deepcopy(whole), reshard_after_forward=False)
+    whole, model = paired(OddMLP().double(), reshard_after_forward=False)
     model.set_reshard_after_backward(False)
     events = gathers_of(model)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3, **options) for m in (whole, model)]
@@ -398,17 +372,20 @@ def test_parameters_stay_gathered_between_microbatches(world: World, options: di
         gathered = [event for event in events if not event.startswith("-")]
         assert sorted(gathered) == ([] if step == 2 else ["OddMLP", "blocks.0", "blocks.1", "blocks.2"])
         compare(whole, model, 1e-12, f"step {step}")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(*optimizers)
 
 
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+@pytest.mark.parametrize(("reduce_dtype", "stays"), [(None, False), (torch.float32, False), (None, True)])
 @on_ranks(1, 2, 3)
-def test_optimizer_in_backward(world: World, reduce_dtype: torch.dtype | None) -> None:
-    """A hook per sharded parameter steps and deletes the gradient as soon as it is reduced."""
+def test_optimizer_in_backward(world: World, reduce_dtype: torch.dtype | None, stays: bool) -> None:
+    """A hook per sharded parameter steps and deletes the gradient as soon as it is reduced.
+
+    stays: parameters stay gathered.
+    """
     whole = OddMLP().double()
-    model = shard_blocks(copy.deepcopy(whole), mp_policy=shardrt.MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+    policy = shardrt.MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    model = shard_blocks(copy.deepcopy(whole), mp_policy=policy, reshard_after_forward=False if stays else None)
+    model.set_reshard_after_backward(not stays)
     owners = {param: torch.optim.AdamW([param], lr=1e-2, eps=1e-3) for param in model.parameters()}
     expected = torch.optim.AdamW(whole.parameters(), lr=1e-2, eps=1e-3)
 
@@ -421,26 +398,8 @@ def test_optimizer_in_backward(world: World, reduce_dtype: torch.dtype | None) -
     for number in range(3):
         loss_of(whole, batch(number)).backward()
         loss_of(model, batch(number).chunk(world.size)[world.rank]).backward()
-        expected.step()
-        expected.zero_grad()
+        step_all(expected)
         compare(whole, model, 1e-12 if reduce_dtype is None else 1e-6, f"step {number}")
-
-
-@on_ranks(1, 2)
-def test_optimizer_in_backward_of_parameters_that_stay_gathered(world: World) -> None:
-    whole = OddMLP().double()
-    model = shard_blocks(copy.deepcopy(whole), reshard_after_forward=False)
-    model.set_reshard_after_backward(False)
-    expected = torch.optim.SGD(whole.parameters(), lr=0.1)
-    for param in [param.sharded for group in model.param_group.with_descendants() for param in group.params]:
-        owner = torch.optim.SGD([param], lr=0.1)
-        param.register_post_accumulate_grad_hook(lambda param, owner=owner: (owner.step(), owner.zero_grad()))
-    for number in range(3):
-        loss_of(whole, batch(number)).backward()
-        loss_of(model, batch(number).chunk(world.size)[world.rank]).backward()
-        expected.step()
-        expected.zero_grad()
-        compare(whole, model, 1e-12, f"step {number}")
 
 
 class Halves:
@@ -473,8 +432,7 @@ def test_a_custom_all_gather_of_several_steps(world: World) -> None:
     assert gather.used > 0
     wrong = shard_blocks(OddMLP())
     wrong.set_custom_all_gather(Wrong())
-    with pytest.raises(ValueError, match=r"allocate.. of a custom collective of 'OddMLP': expected"):
-        wrong(batch(0).float())
+    refused(r"allocate.. of a custom collective of 'OddMLP': expected", lambda: wrong(batch(0).float()))
 
 
 class Wrong(Halves):
@@ -552,12 +510,9 @@ def test_two_roots_take_turns(world: World) -> None:
             for param in expected.parameters():  # the mean over the ranks of the means over a stage's rows
                 assert param.grad is not None
             compare(expected, stage, 1e-12, f"step {step}")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(*optimizers)
     assert all(stage.param_group.runtime.memory.in_use == 0 for stage in stages)
-    with pytest.raises(ValueError, match="'Linear' is not sharded"):
-        shardrt.share_comm_ctx([nn.Linear(2, 2)])
+    refused("'Linear' is not sharded", lambda: shardrt.share_comm_ctx([nn.Linear(2, 2)]))
 
 
 class Recomputed(UsedTwice):
@@ -571,7 +526,7 @@ class Recomputed(UsedTwice):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@on_ranks(1, 2)
+@on_ranks(1, 2, 3)
 def test_a_module_called_twice_and_recomputed(world: World, reentrant: bool) -> None:
     model = Recomputed().double()
     model.reentrant = reentrant
@@ -738,8 +693,7 @@ def test_operations_in_place_between_sharded_modules(world: World, inside: bool)
     for index, write in enumerate(writes):
         for shape in ((4, 5), (2, 2, 5)):
             x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(index))
-            whole = InPlace(write, inside=inside).double()
-            sharded = shard_blocks(copy.deepcopy(whole), reshard_after_forward=True)
+            whole, sharded = paired(InPlace(write, inside=inside).double(), reshard_after_forward=True)
             for bucket in (0, 1 << 20):
                 with buckets_of(bucket):
                     for model in (whole, sharded):
@@ -752,8 +706,7 @@ def test_operations_in_place_between_sharded_modules(world: World, inside: bool)
 @on_ranks(1, 2, 3)
 def test_moved_and_cast_after_sharding(world: World) -> None:
     """To double and other dtypes with other layouts: ties are kept; parameters are new objects."""
-    whole = OddMLP()
-    model = shard_blocks(copy.deepcopy(whole))
+    whole, model = paired(OddMLP())
     loss_of(model, batch(0).float()).backward()
     model.zero_grad()
     first = model.inp.weight
@@ -787,20 +740,15 @@ def test_moved_between_forward_and_backward(world: World, runs_again: bool) -> N
     model.double()
     if runs_again:
         loss_of(model, batch(0)).backward()
-    with pytest.raises(RuntimeError, match=r"have moved to another dtype or device since the forward; run the forward again"):
-        loss.backward()
+    refused(r"have moved to another dtype or device since the forward; run the forward again", loss.backward, RuntimeError)
 
 
 @on_ranks(2)
 def test_offload_is_free_on_the_cpu(world: World) -> None:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("shardrt").addHandler(handler)
     _log_nothing_to_offload.cache_clear()  # another test of this job may have been the first
     shard: Callable[[nn.Module], object] = lambda m: shard_blocks(m, offload_policy=shardrt.CPUOffloadPolicy())  # noqa: E731
-    train_side_by_side(world, OddMLP().double(), map(batch, range(2)), shard=shard)
-    logging.getLogger("shardrt").removeHandler(handler)
+    with logged() as lines:
+        train_side_by_side(world, OddMLP().double(), map(batch, range(2)), shard=shard)
     assert [line for line in lines if "CPUOffloadPolicy" in line] == [
         "CPUOffloadPolicy on a CPU mesh: everything is on the host already, nothing to do (logged once)"
     ] * (world.rank == 0)
@@ -836,8 +784,7 @@ def test_the_default_device_is_left_to_the_user(world: World, offload_policy: El
         loss_of(sharded, x.chunk(world.size)[world.rank]).backward()
         shardrt.clip_grad_norm_(sharded.parameters(), 1.0)
     nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
-    for param, expected in zip(sharded.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), expected.grad, rtol=1e-6, atol=1e-12)
+    compare(whole, sharded, 1e-7, "clipped")
 
 
 @on_ranks(1, 2)
@@ -865,7 +812,6 @@ def test_parameters_that_are_not_contiguous(world: World) -> None:
 @on_ranks(1, 2, 3)
 def test_a_parameter_with_an_all_gather_extension(world: World, reshard: bool | int) -> None:
     """Gradient, optimizer step and gather equal those of a plain parameter rounded to float32; odd sizes."""
-    torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
     model = copy.deepcopy(whole)
     model[0].weight = nn.Parameter(Narrow(model[0].weight.detach().clone()))
@@ -879,9 +825,7 @@ def test_a_parameter_with_an_all_gather_extension(world: World, reshard: bool | 
         (model(batch(step).chunk(world.size)[world.rank]) - 1).square().mean().backward()
         for (name, expected), param in zip(whole.named_parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(param.grad.full_tensor(), expected.grad, rtol=1e-5, atol=1e-6, msg=name)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(*optimizers)
     assert model.param_group.runtime.memory.in_use == 0
     other = nn.Sequential(nn.Linear(5, 7))
     other[0].weight = nn.Parameter(Narrow(other[0].weight.detach().clone()))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ranks import on_ranks
-from shardrt import MixedPrecisionPolicy, QuantizationPolicy, fully_shard
+from shardrt import MixedPrecisionPolicy, QuantizationPolicy
 from shardrt.comm import Communicator, DeviceMesh, World
 from shardrt.comm.startup.dry import dry_world
 from shardrt.fsdp.params.layout import ParamSpec
@@ -27,6 +27,7 @@ from shardrt.fsdp.reduce.grad_layout import reduce_layout
 from shardrt.tensor.placement.placement import FlatShard, RaggedShard, Replicate, Shard, Spec
 from shardrt.tensor.placement.rank_counts import RankCounts
 from shardrt.timeline.clocks import measure
+from toys import shard_blocks
 
 MANY = 100_000
 
@@ -204,9 +205,7 @@ def train_once(ranks: int, options: dict[str, Any], *, frozen: bool = False, rep
         )
         for name, param in model.named_parameters():
             param.requires_grad_(not frozen or not name.endswith("1.weight"))
-        for block in model:
-            fully_shard(block, mesh=mesh if replicas > 1 else mesh["shard"], **options)
-        fully_shard(model, mesh=mesh if replicas > 1 else mesh["shard"], **options)
+        shard_blocks(model, "", mesh=mesh if replicas > 1 else mesh["shard"], **options)
         optimizer = torch.optim.AdamW(model.parameters())
         model(torch.ones(4, width)).sum().backward()
         optimizer.step()

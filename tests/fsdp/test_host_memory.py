@@ -25,7 +25,7 @@ from shardrt.fsdp.memory.host_memory import POOL, SMALL, HostPool
 from shardrt.fsdp.params.param import ShardedParam
 from shardrt.tensor.placement.placement import Spec
 from shardrt.torch_internals import no_swap_memory
-from toys import OddMLP, shard_blocks
+from toys import OddMLP, shard_blocks, step_all
 
 PAGE = 4096
 MIB = 1 << 20
@@ -262,8 +262,7 @@ def test_large_blocks_go_back_to_the_system_while_gradients_are_accumulated(worl
         model.set_requires_gradient_sync(True)
         model(torch.ones(1, 2)).sum().backward()
         assert calls == []
-        optimizer.step()
-        optimizer.zero_grad()
+        step_all(optimizer)
         model(torch.ones(1, 2))
         assert calls == KEEPS
 

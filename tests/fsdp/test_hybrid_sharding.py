@@ -9,7 +9,7 @@ from torch import nn
 import shardrt
 from ranks import on_ranks, with_copies
 from shardrt.comm import DeviceMesh, World
-from toys import OddBlock, OddMLP, batch, buckets_of, compare, loss_of, shard_blocks, train_side_by_side
+from toys import OddBlock, OddMLP, batch, buckets_of, compare, loss_of, paired, shard_blocks, step_all, train_side_by_side
 
 
 def plane(world: World, replicas: int) -> DeviceMesh:
@@ -33,8 +33,7 @@ def test_hybrid_sharding(world: World, replicas: int) -> None:
 @on_ranks(4)
 def test_hybrid_sharding_accumulates_by_reduce_scatter_only(world: World, factor: float | None) -> None:
     """A backward without the all-reduce publishes no gradients; the next one with it reduces the accumulated sum."""
-    whole = OddMLP().double()
-    model = shard_blocks(copy.deepcopy(whole), mesh=plane(world, 2))
+    whole, model = paired(OddMLP().double(), mesh=plane(world, 2))
     if factor is not None:
         for module in (model, *model.blocks):
             module.set_gradient_divide_factor(factor)
@@ -126,9 +125,7 @@ def test_experts_on_a_mesh_of_their_own(world: World) -> None:
                 other = whole[1].get_parameter(name)
                 param.grad = other.grad = (param.grad + other.grad) / 2
         compare(whole[pair], model, 1e-12, f"step {step}")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(*optimizers)
 
 
 @on_ranks(2, 3)

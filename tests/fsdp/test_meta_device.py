@@ -2,9 +2,6 @@
 
 import copy
 import ctypes
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,9 +9,9 @@ import torch
 from torch import nn
 
 import shardrt
-from ranks import on_ranks
+from ranks import on_ranks, refused
 from shardrt.comm import World
-from toys import OddBlock, OddMLP, TiedGPT, batch, compare, loss_of, shard_blocks, tokens
+from toys import OddBlock, OddMLP, TiedGPT, batch, check_backward, compare, logged, loss_of, shard_blocks, tokens
 
 GIB = 1 << 30
 
@@ -36,19 +33,8 @@ def test_from_a_state_dict(world: World) -> None:
         model.to_empty(device=world.device)
         model.load_state_dict(source.state_dict())
         compare(whole, model, 0.0, "loaded")
-        loss_of(whole, x).backward()
-        loss_of(model, x.chunk(world.size)[world.rank]).backward()
-        compare(whole, model, 1e-5, "trained")
+        check_backward(world, whole, model, x, 1e-5)
     assert model.head.weight is model.tokens.weight
-
-
-@contextmanager
-def log() -> Iterator[list[str]]:
-    """The warnings of shardrt."""
-    with pytest.MonkeyPatch.context() as patch:
-        lines: list[str] = []
-        patch.setattr(logging.getLogger("shardrt"), "warning", lambda text, *args: lines.append(text % args))
-        yield lines
 
 
 class Buffered(OddMLP):
@@ -64,15 +50,13 @@ class Buffered(OddMLP):
 def test_what_has_values_on_some_ranks_only(world: World) -> None:
     """Named with the ranks by rank 0, which has nothing to tell; refused on every rank alike while it is on meta."""
     last, x = world.size - 1, batch(world.rank).float()
-    torch.manual_seed(0)
     model = shard_blocks(on_meta(Buffered) if world.rank == last else Buffered())
-    with pytest.raises(RuntimeError, match=rf"' runs while .* on the meta device .*\(on rank {last}\)"):
-        model(x)
+    refused(rf"' runs while .* on the meta device .*\(on rank {last}\)", lambda: model(x), RuntimeError)
     model._apply(lambda tensor: torch.empty_like(tensor, device=world.device) if tensor.is_meta else tensor)
     with torch.no_grad():
         for param in (*model.blocks.parameters(), *model.out.parameters()):
             param.fill_(0.5)
-    with log() as lines:
+    with logged() as lines:
         model(x)
         model(x)
     names = ", ".join(f"'{name}' (rank {last})" for name in ("table", "inp.weight", "inp.bias", "blocks.0.saved"))
@@ -91,8 +75,7 @@ def test_buffers_that_are_others_on_some_ranks(world: World) -> None:
     model = shard_blocks(Buffered())
     if world.rank == last:
         model.table = model.table.to("meta")
-    with pytest.raises(ValueError, match=rf"buffer 'table' .*on the meta device on rank {last}"):
-        model(x)
+    refused(rf"buffer 'table' .*on the meta device on rank {last}", lambda: model(x))
     model.table = torch.ones(3 + world.rank)  # a buffer that is not saved may have the size of the rank's batch
     model(x).sum().backward()
 

@@ -1,9 +1,8 @@
 """Uses of a sharded model besides training: transforms of torch.func, `to()`, generation, checkpoint helpers."""
 
 import copy
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,10 +13,10 @@ from torch.autograd import forward_ad
 
 import shardrt
 from checkpoints import shared_folder
-from ranks import on_ranks
+from ranks import on_ranks, refused
 from shardrt import QuantizationPolicy
 from shardrt.comm import Communicator, Op, Stream, Work, World
-from toys import OddMLP, batch, compare, loss_of, shard_blocks, tokens
+from toys import OddMLP, batch, check_backward, compare, logged, loss_of, paired, shard_blocks, step_all, tokens
 
 needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 
@@ -66,7 +65,6 @@ TRANSFORMS: dict[str, Callable[[nn.Module], Any]] = {
 @on_ranks(2, 3)
 def test_the_first_forward_inside_a_transform(world: World) -> None:
     """Its values equal a plain model's, as do the gradients of a backward through its result and of a step after it."""
-    torch.manual_seed(0)
     whole = OddMLP(layers=1).double()
     for name, transform in TRANSFORMS.items():
         model, plain = shard_blocks(copy.deepcopy(whole)), copy.deepcopy(whole)
@@ -78,9 +76,7 @@ def test_the_first_forward_inside_a_transform(world: World) -> None:
             compare(plain, model, 1e-12, f"backward through {name}")
             model.zero_grad()
             plain.zero_grad()
-        loss_of(model, batch(0).chunk(world.size)[world.rank]).backward()
-        loss_of(plain, batch(0)).backward()
-        compare(plain, model, 1e-12, f"a step after {name}")
+        check_backward(world, plain, model, batch(0))
 
 
 @pytest.mark.parametrize("case", ["large", "a part is kept", "codes"])
@@ -91,12 +87,10 @@ def test_gathers_inside_transforms(world: World, case: str) -> None:
     def results(call: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
         return [torch.func.grad(lambda x: call(x).square().sum())(x), *torch.func.jvp(call, (x,), (x,))]
 
-    torch.manual_seed(0)
     whole, x = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3))), torch.ones(2, 512)
     model: Any = copy.deepcopy(whole)
     policy = QuantizationPolicy(gather=torch.int8) if case == "codes" else None
-    for module in (*model, model):
-        shardrt.fully_shard(module, quantization_policy=policy, reshard_after_forward=1 if case == "a part is kept" else True)
+    shard_blocks(model, "", quantization_policy=policy, reshard_after_forward=1 if case == "a part is kept" else True)
     found = [results(model) for _ in range(2)]
     with shardrt.unsharded(model):
         values = {name: param.detach().clone() for name, param in model.named_parameters()}
@@ -107,7 +101,6 @@ def test_gathers_inside_transforms(world: World, case: str) -> None:
 @on_ranks(2, more=(1, 3))
 def test_transforms_of_what_stays_gathered(world: World, how: str) -> None:
     """A copy that a rank takes, or what was written to gathered parameters and goes to shards, is no part of a transform."""
-    torch.manual_seed(0)
     whole = OddMLP(layers=1).double()
     for transform in TRANSFORMS.values():
         plain = copy.deepcopy(whole)
@@ -122,9 +115,7 @@ def test_transforms_of_what_stays_gathered(world: World, how: str) -> None:
                         each.inp.weight.mul_(1.5)
             with shardrt.unsharded(model) if how == "unsharded" else nullcontext():
                 torch.testing.assert_close(transform(model), transform(plain), rtol=1e-12, atol=1e-12)
-        loss_of(model, batch(0).chunk(world.size)[world.rank]).backward()
-        loss_of(plain, batch(0)).backward()
-        compare(plain, model, 1e-12, "a step after it")
+        check_backward(world, plain, model, batch(0))
 
 
 class FailingReduceScatter:
@@ -141,15 +132,11 @@ class FailingReduceScatter:
 def test_a_move_after_a_failed_reduction(world: World) -> None:
     """Gradients that a failed reduction has packed are not dropped in silence."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    for layer in model:
-        shardrt.fully_shard(layer)
-    shardrt.fully_shard(model)
+    shard_blocks(model, "")
     for layer in model:
         layer.set_custom_reduce_scatter(FailingReduceScatter())
-    with pytest.raises(OSError, match="the reduction failed"):
-        model(torch.ones(2, 8, requires_grad=True)).sum().backward()
-    with pytest.raises(RuntimeError, match="has accumulated gradients that are not reduced"):
-        model.double()
+    refused("the reduction failed", model(torch.ones(2, 8, requires_grad=True)).sum().backward, OSError)
+    refused("has accumulated gradients that are not reduced", model.double, RuntimeError)
     model.reset_iter_state()
     assert all(param.dtype == torch.float64 for param in model.double().parameters())
 
@@ -164,9 +151,7 @@ def train(models: list[nn.Module], step: int, world: World, dtype: torch.dtype =
 @on_ranks(2, 3)
 def test_a_move_that_changes_nothing(world: World) -> None:
     """It keeps parameter objects, gradients, unreduced gradients, and a running iteration."""
-    torch.manual_seed(0)
-    whole = OddMLP().double()
-    model = shard_blocks(copy.deepcopy(whole))
+    whole, model = paired(OddMLP().double())
 
     def is_left_alone() -> None:
         params = list(model.parameters())
@@ -183,8 +168,7 @@ def test_a_move_that_changes_nothing(world: World) -> None:
     model.set_requires_gradient_sync(False)
     train([whole, model], 1, world)
     is_left_alone()
-    with pytest.raises(RuntimeError, match=r"accumulated gradients that are not reduced.*set_requires_gradient_sync"):
-        model.float()
+    refused(r"accumulated gradients that are not reduced.*set_requires_gradient_sync", model.float, RuntimeError)
     model.set_requires_gradient_sync(True)
     loss = loss_of(model, batch(2).chunk(world.size)[world.rank])
     is_left_alone()
@@ -196,7 +180,6 @@ def test_a_move_that_changes_nothing(world: World) -> None:
 @on_ranks(2, 3)
 def test_gradients_move_with_parameters(world: World) -> None:
     """To other dtypes with another layout, for some groups only, and back; the next backward adds to the gradients."""
-    torch.manual_seed(0)
     whole = OddMLP().double()
     models = [whole, shard_blocks(copy.deepcopy(whole)), shard_blocks(copy.deepcopy(whole))]
     models[1].set_is_last_backward(False)
@@ -246,7 +229,6 @@ class Recurrent(nn.Module):
 @on_ranks(2, 3)
 def test_a_memory_format(world: World) -> None:
     """It applies to buffers; parameters keep the planned layout, their values, gradients and identity."""
-    torch.manual_seed(0)
     whole = Recurrent().double()
     model = shardrt.fully_shard(copy.deepcopy(whole))
     images = torch.randn(2, 3, 5, 5, dtype=torch.float64)
@@ -277,27 +259,18 @@ class Rotary(OddMLP):
         return super().forward(x) * self.table
 
 
-@contextmanager
-def log() -> Iterator[list[str]]:
-    """What shardrt logs."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("shardrt").addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logging.getLogger("shardrt").removeHandler(handler)
+def rotary_on_meta() -> Any:
+    with torch.device("meta"):
+        model = Rotary()
+    return shard_blocks(model)
 
 
 @on_ranks(1, 2)
 def test_buffers_without_values_after_a_load_are_named(world: World) -> None:
     """A load gives memory to all of a model that was built on meta, and values to what it has stored."""
     saved = shard_blocks(Rotary())
-    with torch.device("meta"):
-        model = Rotary()
-    shard_blocks(model)
-    with shared_folder(world) as folder, log() as lines:
+    model = rotary_on_meta()
+    with shared_folder(world) as folder, logged() as lines:
         shardrt.checkpoint.save(folder / "saved", {"model": saved})
         shardrt.checkpoint.load(folder / "saved", {"model": model})
         model(batch(world.rank).float())
@@ -308,23 +281,19 @@ def test_buffers_without_values_after_a_load_are_named(world: World) -> None:
 @on_ranks(1, 2)
 def test_buffers_without_values_are_named(world: World) -> None:
     """The first forward after to_empty() logs their names once, without written, replaced or persistent buffers."""
-    with torch.device("meta"):
-        model = Rotary()
-    shard_blocks(model)
+    model = rotary_on_meta()
     model.to_empty(device=world.device)
     model.load_state_dict(Rotary().state_dict())
     model.blocks[1].table = torch.ones(3)
-    with log() as lines:
+    with logged() as lines:
         model(batch(world.rank).float())
         model.to_empty(device=world.device)
         model(batch(world.rank).float())
     assert len(lines) == (world.rank == 0)
     assert all("without values: 'table', 'blocks.0.norm.table': to_empty" in line for line in lines)
-    with torch.device("meta"):
-        model = Rotary()
-    shard_blocks(model)
+    model = rotary_on_meta()
     model.to_empty(device=world.device)
-    with torch.no_grad(), log() as lines:
+    with torch.no_grad(), logged() as lines:
         for name, buffer in model.named_buffers():
             if name != "saved":
                 buffer.fill_(1.0)
@@ -336,7 +305,6 @@ def test_buffers_without_values_are_named(world: World) -> None:
 @on_ranks(2)
 def test_rotary_tables_of_a_model_on_meta(world: World) -> None:
     """to_empty() and load_state_dict() leave them uninitialised; the model's own initialisation writes them."""
-    torch.manual_seed(0)
     whole = tiny_llama()
     with torch.device("meta"):
         model = tiny_llama()
@@ -347,7 +315,7 @@ def test_rotary_tables_of_a_model_on_meta(world: World) -> None:
             model.to("meta").to_empty(device=world.device)
             model.init_weights()
         model.load_state_dict(whole.state_dict())
-        with log() as lines:
+        with logged() as lines:
             logits = model(tokens(world.rank)).logits
         named = "'model.rotary_emb.inv_freq', 'model.rotary_emb.original_inv_freq'"
         assert [line for line in lines if named in line] == lines
@@ -410,23 +378,18 @@ class Features(OddMLP):
 @on_ranks(2, 3)
 def test_methods_beside_forward(world: World) -> None:
     """They raise an error with the parameter's name, also where gradients would not be reduced; once registered, they work."""
-    torch.manual_seed(0)
-    whole = Features().double()
-    model = shard_blocks(copy.deepcopy(whole))
+    whole, model = paired(Features().double())
     mine = batch(0).chunk(world.size)[world.rank]
     cure = rf"of the sharded module 'Features' \(rank {world.rank}\).*outside of the module.*register_fsdp_forward_method"
-    with pytest.raises(NotImplementedError, match=f"native_layer_norm.* on parameter 'norm.weight' {cure}"):
-        model.forward_features(mine)
-    with pytest.raises(NotImplementedError, match=f"addmm.* on parameter 'inp.bias' {cure}"):
-        model.inp(mine)
+    refused(f"native_layer_norm.* on parameter 'norm.weight' {cure}", lambda: model.forward_features(mine), NotImplementedError)
+    refused(f"addmm.* on parameter 'inp.bias' {cure}", lambda: model.inp(mine), NotImplementedError)
     with torch.no_grad():
         torch.testing.assert_close(model.inp(mine), whole.inp(mine), rtol=1e-12, atol=1e-12)
     shardrt.register_fsdp_forward_method(model, "forward_features")
     model.forward_features(mine).square().mean().backward()
     whole.forward_features(batch(0)).square().mean().backward()
     compare(whole, model, 1e-12, "features")
-    with pytest.raises(NotImplementedError, match=f"on parameter 'norm.weight' {cure}"):
-        model.norm(mine)
+    refused(f"on parameter 'norm.weight' {cure}", lambda: model.norm(mine), NotImplementedError)
     with shardrt.unsharded(nn.Sequential(model)), torch.no_grad():
         assert torch.equal(model.norm(mine), whole.norm(mine))
         for _ in range(world.rank):
@@ -440,7 +403,6 @@ def test_checkpoint_helpers_of_torch(world: World) -> None:
     """They load sharded and full state dicts of model and optimizer and return sharded ones; full ones raise an error."""
     from torch.distributed.checkpoint import state_dict as dcp
 
-    torch.manual_seed(0)
     whole = OddMLP().double()
     model, other = shard_blocks(copy.deepcopy(whole)), shard_blocks(OddMLP().double())
     train([whole, model], 0, world)
@@ -465,8 +427,7 @@ def test_checkpoint_helpers_of_torch(world: World) -> None:
     compare(whole, other, 1e-12, "sharded")
     train([whole, other], 1, world)
     for optimizer in (optimizers[0], optimizers[2]):
-        optimizer.step()
-        optimizer.zero_grad()
+        step_all(optimizer)
     compare(whole, other, 1e-9, "a step on")
     dcp.set_model_state_dict(model, whole.state_dict(), options=dcp.StateDictOptions(full_state_dict=True))
     model.zero_grad()

@@ -3,11 +3,8 @@
 import copy
 import itertools
 import json
-import logging
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ import torch
 from torch import nn
 
 import shardrt
-from ranks import on_ranks
+from ranks import on_ranks, refused
 from shardrt.comm import World
 from shardrt.comm.recorder.merge_dumps import merge, parse
 from shardrt.fsdp.reduce.packed_grads import HeldGrads
@@ -29,8 +26,9 @@ from toys import (
     buckets_of,
     compare,
     gathers_of,
+    logged,
     overlapping,
-    refused,
+    paired,
     shard_blocks,
     tokens,
     train_side_by_side,
@@ -43,18 +41,6 @@ def second_step(model: nn.Module, events: list[str]) -> str:
         events.clear()
         model(batch(0).float()).sum().backward()
     return " ".join(events).replace("blocks.", "")
-
-
-@contextmanager
-def logged() -> Iterator[list[str]]:
-    """The package's log lines in the `with` block."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("shardrt")
-    logger.addHandler(handler)
-    yield lines
-    logger.removeHandler(handler)
 
 
 @on_ranks(2)
@@ -102,14 +88,8 @@ def test_the_recorder_lists_the_events_of_a_step(world: World) -> None:
     model(batch(0).float()).sum().backward()
     resumed = ("gather OddMLP", "gather blocks.2") if model.param_group.gather.resident else ()
     expected = [
-        *(
-            "gather OddMLP",
-            "gather blocks.0",
-            "gather blocks.1",
-            "gather blocks.2",
-            "free blocks.0",
-            "free blocks.1",
-        ),  # forward
+        # forward
+        *("gather OddMLP", "gather blocks.0", "gather blocks.1", "gather blocks.2", "free blocks.0", "free blocks.1"),
         *resumed,  # the ranks meet again before what was kept is used
         *("gather blocks.1", "reduce blocks.2", "free blocks.2"),
         *("gather blocks.0", "reduce blocks.1", "free blocks.1", "reduce blocks.0", "free blocks.0"),
@@ -231,9 +211,7 @@ def test_a_changed_order_is_gathered_on_demand_and_recorded(world: World) -> Non
 def test_a_root_that_ends_with_its_last_child(world: World) -> None:
     """Both share the output's autograd node; the child's backward starts first, and prefetch continues after it."""
     model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)))
-    for module in model:
-        shardrt.fully_shard(module)
-    shardrt.fully_shard(model)
+    shard_blocks(model, "")
     events = gathers_of(model)
     model(batch(0).float()).sum().backward()
     gathered = [event for event in events if event != "Sequential"]  # the root, which has no parameters of its own
@@ -297,8 +275,7 @@ def test_late_sharding_is_refused(world: World) -> None:
     shardrt.fully_shard(model[0])
     model[0](torch.zeros(2, 5))
     shardrt.fully_shard(model)
-    with pytest.raises(RuntimeError, match="'0' ran as a root of its own before 'Sequential'"):
-        model(torch.zeros(2, 5))
+    refused("'0' ran as a root of its own before 'Sequential'", lambda: model(torch.zeros(2, 5)), RuntimeError)
 
 
 def forward_lists(model: Any, blocks: list[Any]) -> None:
@@ -389,8 +366,7 @@ def test_halves_that_take_turns_accumulate_gradients(world: World) -> None:
         model.set_requires_gradient_sync(sync)
         model(batch(turn).chunk(world.size)[world.rank]).square().mean().backward()
         if turn == 1:
-            with pytest.raises(RuntimeError, match="accumulated gradients that are not reduced"):
-                model.float()
+            refused("accumulated gradients that are not reduced", model.float, RuntimeError)
             model.requires_grad_(True)
             with torch.no_grad():
                 model(batch(turn))
@@ -410,14 +386,11 @@ def test_halves_that_take_turns_accumulate_gradients(world: World) -> None:
 @on_ranks(2, 3)
 def test_accumulated_gradients_are_reduced_without_new_ones(world: World) -> None:
     """A block that does not run in the backward with sync still reduces the gradients that it accumulated before."""
-    whole, sharded = Skipping().double(), Skipping().double()
-    sharded.load_state_dict(whole.state_dict())
-    shard_blocks(sharded)
+    whole, sharded = paired(Skipping().double())
     for index, skip in enumerate((False, True)):
         whole.skip = sharded.skip = skip
         whole(batch(index)).square().mean().backward()
         sharded.set_requires_gradient_sync(skip)
         sharded(batch(index).chunk(world.size)[world.rank]).square().mean().backward()
-    for (name, expected), param in zip(whole.named_parameters(), sharded.parameters(), strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), expected.grad, rtol=1e-12, atol=1e-12, msg=name)
+    compare(whole, sharded, 1e-12, "accumulated")
     assert sharded.param_group.runtime.memory.in_use == 0

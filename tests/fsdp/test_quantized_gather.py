@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import shardrt
 from bench import quantized_gather
 from observers import observing_memory
-from ranks import on_ranks, with_copies
+from ranks import on_ranks, refused, with_copies
 from shardrt import MixedPrecisionPolicy, PrefetchPolicy, QuantizationPolicy, Shard, ShardPlacementResult
 from shardrt.comm import DeviceMesh, World
 from shardrt.comm.startup.dry import dry_world
@@ -234,8 +234,7 @@ def test_options_of_the_benchmark_that_are_refused(
     option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["quantized_gather.py", option])
-    with pytest.raises(SystemExit, match="2"):
-        quantized_gather.main()
+    refused("2", quantized_gather.main, SystemExit)
     assert "expected a number of at least 1" in capsys.readouterr().err
 
 
@@ -318,9 +317,7 @@ def test_small_groups_are_gathered_with_the_codes_of_their_module() -> None:
     """Two layers ahead in forward, one in backward, as without codes; the two with which the backward begins stay."""
     with dry_world(2) as world, torch.device("meta"), buckets_of(1000):
         model: Any = nn.Sequential(*(nn.Linear(40, 40) for _ in range(4)))
-        for layer in model:
-            shardrt.fully_shard(layer, quantization_policy=EVERYTHING)
-        shardrt.fully_shard(model, quantization_policy=EVERYTHING)
+        shard_blocks(model, "", quantization_policy=EVERYTHING)
         for _ in range(2):
             seen = len(world.recorder.notes(since=-1.0))
             model(torch.empty(2, 40, requires_grad=True)).sum().backward()
@@ -468,12 +465,10 @@ def test_settings_that_are_refused(world: World) -> None:
     def shard(policy: QuantizationPolicy = EVERYTHING, **options: Any) -> Any:
         return shardrt.fully_shard(two_layers(), quantization_policy=policy, **options)
 
-    with pytest.raises(TypeError, match=r"quantization_policy='int8'\): expected a shardrt.QuantizationPolicy or None"):
-        shard("int8")
+    refused(r"quantization_policy='int8'\): expected a shardrt.QuantizationPolicy or None", lambda: shard("int8"), TypeError)
     with pytest.raises(ValueError, match=r"reduce_dtype=torch.float64\): codes are made of 16 or 32 bits"):
         shard(QuantizationPolicy(reduce=INT8), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
-    with pytest.raises(ValueError, match=r"set_custom_all_gather on 'Sequential': .* its quantised ones"):
-        shard().set_custom_all_gather(None)
+    refused(r"set_custom_all_gather on 'Sequential': .* its quantised ones", lambda: shard().set_custom_all_gather(None))
     model = shard()
     model.set_allocate_memory_from_process_group_for_comm(True)
     assert all(group.settings.comm_memory for group in model.param_groups)

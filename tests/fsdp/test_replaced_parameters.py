@@ -3,18 +3,16 @@
 import copy
 import importlib
 import io
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
 import shardrt
-from ranks import on_ranks
+from ranks import on_ranks, refused
 from shardrt.comm import World
-from toys import OddMLP, TiedGPT, batch, compare, loss_of, refused, shard_blocks, tokens
+from toys import OddMLP, TiedGPT, batch, check_backward, compare, logged, loss_of, paired, shard_blocks, step_all, tokens
 
 # ---------------------------------------------------------------------- before the first forward
 
@@ -41,13 +39,8 @@ def train_alike(
     """Compare three steps; `optimizer` was made before the first forward."""
     reference = torch.optim.AdamW(whole.parameters(), lr=1e-2, eps=1e-3)
     for step in range(3):
-        x = draw(step)
-        loss_of(whole, x).backward()
-        loss_of(sharded, x.chunk(world.size)[world.rank]).backward()
-        compare(whole, sharded, 1e-12, f"step {step}")
-        for one in (reference, optimizer):
-            one.step()
-            one.zero_grad()
+        check_backward(world, whole, sharded, draw(step))
+        step_all(reference, optimizer)
 
 
 @pytest.mark.parametrize("meta", [False, True])
@@ -114,8 +107,7 @@ def test_ties_before_the_first_forward(world: World) -> None:
 @on_ranks(2)
 def test_assigned_ties_are_one_parameter_again(world: World, copies: bool, meta: bool) -> None:
     """Before the first forward, so that an optimizer that is made now steps once on it; also where each name has a copy."""
-    whole = TiedGPT().double()
-    source = shard_blocks(copy.deepcopy(whole))
+    whole, source = paired(TiedGPT().double())
     state = {key: value.clone() if copies else value for key, value in source.state_dict().items()}
     with torch.device("meta" if meta else "cpu"):
         model = TiedGPT().double()
@@ -259,9 +251,7 @@ def test_a_meta_model_takes_a_sharded_state(world: World, kind: type[nn.Module])
     model.load_state_dict(some, assign=True, strict=False)
     refused("has values for some of its parameters, but none for '.*bias'", lambda: model(x), RuntimeError)
     model.load_state_dict(source.state_dict(), assign=True)
-    loss_of(whole, x).backward()
-    loss_of(model, x.chunk(world.size)[world.rank]).backward()
-    compare(whole, model, 1e-5, "assigned")
+    check_backward(world, whole, model, x, 1e-5)
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
@@ -330,24 +320,12 @@ def test_data_that_does_not_fit(world: World) -> None:
 # ---------------------------------------------------------------------- added
 
 
-@contextmanager
-def warnings_of_shardrt() -> Iterator[list[str]]:
-    messages: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("shardrt").addHandler(handler)
-    try:
-        yield messages
-    finally:
-        logging.getLogger("shardrt").removeHandler(handler)
-
-
 @on_ranks(2)
 def test_parameters_added_later(world: World) -> None:
     """A warning names them once; an existing parameter of the model under another name raises an error."""
     ignoring = OddMLP(layers=8)
     model, x = shard_blocks(ignoring, ignored_params=[ignoring.out.bias]), batch(world.rank).float()
-    with warnings_of_shardrt() as messages:
+    with logged() as messages:
         model(x).sum().backward()
         assert not messages
         model.blocks[0].extra = nn.Parameter(torch.ones(3))
@@ -380,10 +358,8 @@ def test_adapters_added_later(world: World) -> None:
         torch.manual_seed(0)
         model = transformers.LlamaForCausalLM(config)
         adapted = peft.get_peft_model(model, lora) if first else model
-        for layer in model.model.layers:
-            shardrt.fully_shard(layer)
-        shardrt.fully_shard(model)
-        with warnings_of_shardrt() as messages:
+        shard_blocks(model, "model.layers")
+        with logged() as messages:
             adapted = adapted if first else peft.get_peft_model(model, lora)
             adapted(input_ids=x, labels=x).loss.backward()
         assert len(messages) == (world.rank == 0 and not first)
@@ -435,8 +411,7 @@ def test_replacements_are_checked_before_a_move(world: World) -> None:
     ):
         model(x)
     model.weight = nn.Parameter(torch.ones(4, 4))
-    with pytest.raises(RuntimeError, match="'weight' was replaced after fully_shard by a plain Parameter"):
-        model.float()
+    refused("'weight' was replaced after fully_shard by a plain Parameter", model.float, RuntimeError)
     mine = nn.Parameter(shardrt.distribute_tensor(torch.ones(4, 4), world.mesh, [shardrt.Shard(0)]))
     model.weight = mine
     assert torch.equal(copy.deepcopy(model).weight.full_tensor(), torch.ones(4, 4))
@@ -445,8 +420,7 @@ def test_replacements_are_checked_before_a_move(world: World) -> None:
     assert model.weight is mine
     assert mine.grad is not None
     model.weight = nn.Parameter(torch.ones(4, 4))
-    with pytest.raises(RuntimeError, match=r"'weight' of .* was replaced after the first forward"):
-        model.double()
+    refused(r"'weight' of .* was replaced after the first forward", model.double, RuntimeError)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor, torch.optim.LBFGS])
@@ -468,16 +442,14 @@ def test_an_optimizer_of_parameters_that_were_replaced(world: World, kind: Calla
     of_doubles = kind(model.parameters())
     of_doubles.step(closure)
     model.float()
-    with pytest.raises(RuntimeError, match=r"'inp.weight' \(RaggedShard.*rank .*another dtype"):
-        of_doubles.step()
+    refused(r"'inp.weight' \(RaggedShard.*rank .*another dtype", of_doubles.step, RuntimeError)
     model.double()
     of_first = kind(model.parameters())
     parallel = nn.Linear(4, 4)
     mesh = shardrt.init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("tp",))
     of_whole = torch.optim.SGD(parallel.parameters())
     shardrt.parallel.parallelize_module(parallel, mesh, shardrt.parallel.ColwiseParallel())
-    with pytest.raises(RuntimeError, match="parallelize_module"):
-        of_whole.step()
+    refused("parallelize_module", of_whole.step, RuntimeError)
     of_first.step(closure)  # other replacements do not concern it
 
 
@@ -488,8 +460,7 @@ def test_an_optimizer_of_gathered_parameters(world: World) -> None:
     loss = loss_of(model, batch(0))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     loss.backward()
-    with pytest.raises(RuntimeError, match=r"the gathered form of 'inp.weight'.*while the model is sharded"):
-        optimizer.step()
+    refused(r"the gathered form of 'inp.weight'.*while the model is sharded", optimizer.step, RuntimeError)
     torch.optim.SGD(model.parameters(), 0.1).step()
 
 
@@ -499,5 +470,4 @@ def test_an_optimizer_of_a_sharded_parameter_that_was_replaced(world: World) -> 
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
     loss_of(model, batch(0)).backward()
-    with pytest.raises(RuntimeError, match="not in the model any more"):
-        optimizer.step()
+    refused("not in the model any more", optimizer.step, RuntimeError)

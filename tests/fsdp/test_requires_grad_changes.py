@@ -18,7 +18,7 @@ import shardrt
 from ranks import on_ranks, settings_of
 from shardrt import DTensor
 from shardrt.comm import Communicator, Op, Stream, Work, World
-from toys import Elsewhere, OddMLP, UsedTwice, batch, buckets_of, compare, shard_blocks
+from toys import Elsewhere, OddMLP, UsedTwice, batch, buckets_of, check_backward, compare, paired, shard_blocks, step_all
 
 DRAWS = int(os.environ.get("SHARDRT_TEST_DRAWS", "6"))
 
@@ -155,8 +155,7 @@ class Pair:
         self.models[1].reshard()
         for model, optimizer in zip(self.models, self.optimizers, strict=True):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            step_all(optimizer)
         compare(*self.models, 1e-10, "after a step")
 
     def run(self, events: int) -> None:
@@ -260,10 +259,7 @@ def test_a_gathered_layer_is_frozen_between_two_calls(world: World) -> None:
     shardrt.fully_shard(sharded.layer, reshard_after_forward=False)
     shardrt.fully_shard(sharded)
     for step in range(3):
-        x = batch(step)[: 6 * world.size]
-        whole(x).backward()
-        sharded(x.chunk(world.size)[world.rank]).backward()
-        compare(whole, sharded, 1e-12, f"step {step}")
+        check_backward(world, whole, sharded, batch(step)[: 6 * world.size], loss=lambda model, x: model(x))
 
 
 class Thawing(OddMLP):
@@ -278,8 +274,7 @@ class Thawing(OddMLP):
 
 @on_ranks(2)
 def test_what_a_forward_freezes_stays_frozen(world: World) -> None:
-    whole = Thawing().double()
-    sharded = shard_blocks(copy.deepcopy(whole))
+    whole, sharded = paired(Thawing().double())
     for step, trains in enumerate((True, False, False, True)):
         for model, x in ((whole, batch(step)), (sharded, batch(step).chunk(world.size)[world.rank])):
             model.trains = trains

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import shardrt
 from ranks import on_ranks
 from shardrt.comm import World
-from toys import buckets_of, overlapping, uncompiled
+from toys import buckets_of, overlapping, shard_blocks, uncompiled
 
 aten = torch.ops.aten
 PRODUCTS = [aten.mm.default, aten.addmm.default]
@@ -100,13 +100,6 @@ def gradients(net: nn.Module) -> list[torch.Tensor]:
     return found  # type: ignore[return-value]
 
 
-def sharded(whole: nn.Module, **options: Any) -> Any:
-    model: Any = copy.deepcopy(whole)
-    for block in model.blocks:
-        shardrt.fully_shard(block, **options)
-    return shardrt.fully_shard(model, **options)
-
-
 POLICIES: dict[str, Policy] = {"products": PRODUCTS, "views": VIEWS, "all": keep_all, "prefer": prefer}
 
 
@@ -119,7 +112,7 @@ def test_selective_checkpoints(world: World, policy: str) -> None:
         Net.way = way
         torch.manual_seed(0)
         whole = Net(12).double()
-        model = sharded(whole, **kwargs)
+        model: Any = shard_blocks(copy.deepcopy(whole), **kwargs)
         for step in range(3):
             tokens = torch.arange(6 * world.size).reshape(-1, 3) % 5 + step % 2
             with buckets_of(bucket), context():
@@ -151,7 +144,7 @@ def test_large_layers_in_selective_checkpoints(world: World, low_precision: bool
         Net.way = way
         torch.manual_seed(0)
         whole = Net(520)
-        models = [sharded(whole, **({} if mixed is None else {"mp_policy": mixed})) for _ in range(2)]
+        models = [shard_blocks(copy.deepcopy(whole), **({} if mixed is None else {"mp_policy": mixed})) for _ in range(2)]
         for step in range(3):
             tokens = (torch.arange(6 * world.size).reshape(-1, 3) % 5 + step % 2).chunk(world.size)[world.rank]
             for model, chosen in zip(models, (None, POLICIES[policy]), strict=True):

@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 import shardrt
 import toys_tp
 from observers import observing_calls, observing_memory
-from ranks import on_ranks
+from ranks import on_ranks, refused
 from shardrt.comm import Communicator, Event, Stream, Work, World
 from shardrt.fsdp.base.events import BufferKind
 from shardrt.parallel import parallelize_module
-from toys import OddMLP, TiedGPT, UsedTwice, batch, buckets_of, loss_of, shard_blocks, tokens, warns_of_create_graph
+from toys import OddMLP, TiedGPT, UsedTwice, batch, buckets_of, loss_of, paired, shard_blocks, tokens, warns_of_create_graph
 
 
 @contextmanager
@@ -177,8 +177,7 @@ def assert_resident(model: nn.Module) -> None:
 @on_ranks(1)
 def test_the_parameters_follow_their_shards(world: World) -> None:
     """When these get other memory: by another dtype, from the meta device, from a state dict, in a copy."""
-    whole = OddMLP()
-    model = shard_blocks(copy.deepcopy(whole))
+    whole, model = paired(OddMLP())
     assert_resident(model)
     model.double()
     whole.double()
@@ -224,8 +223,7 @@ def test_writes_to_exposed_parameters_are_writes_to_the_shards(world: World) -> 
     loss = loss_of(model, x)
     with torch.no_grad():
         model.blocks[1].up.weight.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+    refused("modified by an inplace operation", loss.backward, RuntimeError)
     model.reset_iter_state()
     loss_of(model, x).backward()
 
@@ -261,8 +259,7 @@ def test_a_module_must_not_return_a_parameter(world: World, steps: int, dtype: t
     for _ in range(steps):
         model(batch(0).float()).sum().backward()
     model[0].returns = True
-    with pytest.raises(RuntimeError, match="returns a parameter or a view of one"):
-        model(batch(0).float())
+    refused("returns a parameter or a view of one", lambda: model(batch(0).float()), RuntimeError)
 
 
 class CountingGather:
@@ -294,9 +291,7 @@ def test_beside_tensor_parallelism(world: World) -> None:
     models.append(copy.deepcopy(models[0]))
     for model in models:
         parallelize_module(model, mesh["tp"], toys_tp.sequence_plan())
-    for layer in models[1].layers:
-        shardrt.fully_shard(layer, mesh=mesh["dp"])
-    shardrt.fully_shard(models[1], mesh=mesh["dp"])
+    shard_blocks(models[1], "layers", mesh=mesh["dp"])
     x = tokens(0)[:, :4] % 8
     with watched() as (_, most):
         outputs = [model(x) for model in models]
@@ -363,8 +358,7 @@ def test_gradients_are_those_that_autograd_made(world: World) -> None:
 @on_ranks(1)
 def test_gradients_add_up(world: World) -> None:
     """Over backwards with and without synchronisation; post-accumulate hooks are called where gradients are published."""
-    whole = OddMLP().double()
-    model = shard_blocks(copy.deepcopy(whole))
+    whole, model = paired(OddMLP().double())
     called: list[torch.Tensor] = []
     model.inp.weight.register_post_accumulate_grad_hook(lambda param: called.append(param.grad.full_tensor().clone()))
     for step, sync in enumerate((True, False, False, True, True)):
@@ -389,8 +383,7 @@ def test_gradients_add_up(world: World) -> None:
     assert torch.equal(model.inp.weight.grad.full_tensor(), whole.inp.weight.grad)
     model.set_requires_gradient_sync(False)
     loss_of(model, batch(8)).backward()
-    with pytest.raises(RuntimeError, match="has accumulated gradients that are not reduced"):
-        model.float()
+    refused("has accumulated gradients that are not reduced", model.float, RuntimeError)
     model.reset_iter_state()  # drops what was kept
     model.set_requires_gradient_sync(True)
     loss_of(model, batch(7)).backward()
@@ -410,8 +403,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], object], float]] = {
 def test_gradients_that_something_is_done_to(world: World, case: str) -> None:
     """From one backward on, with an earlier gradient, and with others that are kept from a backward without synchronisation."""
     change, factor = CHANGES[case]
-    whole = OddMLP().double()
-    model = shard_blocks(copy.deepcopy(whole))
+    whole, model = paired(OddMLP().double())
     grads = []
     for step in range(3):
         whole.zero_grad()
@@ -431,8 +423,7 @@ def test_gradients_that_something_is_done_to(world: World, case: str) -> None:
 @on_ranks(1)
 def test_a_graph_of_gradients_is_not_published(world: World) -> None:
     """backward(create_graph=True) gives gradients with a graph; the sharded ones have none, and memory of their own."""
-    whole = OddMLP().double()
-    model = shard_blocks(copy.deepcopy(whole))
+    whole, model = paired(OddMLP().double())
     loss_of(whole, batch(0)).backward()
     with warns_of_create_graph():
         loss_of(model, batch(0)).backward(create_graph=True)

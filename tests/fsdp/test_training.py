@@ -22,7 +22,9 @@ from toys import (
     batch,
     buckets_of,
     loss_of,
+    paired,
     shard_blocks,
+    step_all,
     tokens,
     train_side_by_side,
 )
@@ -95,29 +97,6 @@ def test_accumulation_over_three_microbatches(world: World) -> None:
     train_side_by_side(world, OddMLP().double(), (batch(s, 36) for s in range(STEPS)), microbatches=3)
 
 
-@on_ranks(2, 3)
-def test_accumulation_with_reductions(world: World) -> None:
-    """Two backwards with sync before one step accumulate the sharded gradients."""
-    whole, sharded = OddMLP().double(), OddMLP().double()
-    sharded.load_state_dict(whole.state_dict())
-    shard_blocks(sharded)
-    for step in range(2):
-        loss_of(whole, batch(step)).backward()
-        loss_of(sharded, batch(step).chunk(world.size)[world.rank]).backward()
-    for expected, param in zip(whole.parameters(), sharded.parameters(), strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), expected.grad, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("dim", [0, 1, -1])
-@on_ranks(2, 3, more=(1, 4))
-def test_shard_dims(world: World, dim: int) -> None:
-    def placement(param: nn.Parameter) -> shardrt.Shard:
-        return shardrt.Shard(dim if param.dim() > 1 else 0)
-
-    shard = functools.partial(shard_blocks, shard_placement_fn=placement)
-    train_side_by_side(world, OddMLP().double(), map(batch, range(5)), shard=shard)
-
-
 class Conv(nn.Module):
     """Parameters of three and four dims, one of them non-contiguous."""
 
@@ -131,14 +110,14 @@ class Conv(nn.Module):
         return self.blocks[1](y).mean(2) + torch.einsum("abc->c", self.strided)
 
 
-@pytest.mark.parametrize("dim", [0, 1, 2])
-@on_ranks(2, 4)
-def test_many_dims(world: World, dim: int) -> None:
+@pytest.mark.parametrize(("kind", "dim"), [*((OddMLP, dim) for dim in (0, 1, -1)), *((Conv, dim) for dim in (0, 1, 2))])
+@on_ranks(2, 3, more=(1, 4))
+def test_shard_dims(world: World, kind: type[nn.Module], dim: int) -> None:
     def placement(param: nn.Parameter) -> shardrt.Shard:
         return shardrt.Shard(dim if param.dim() > 1 else 0)
 
     shard = functools.partial(shard_blocks, shard_placement_fn=placement)
-    train_side_by_side(world, Conv().double(), map(batch, range(5)), shard=shard)
+    train_side_by_side(world, kind().double(), map(batch, range(5)), shard=shard)
 
 
 @on_ranks(2, 3, 4)
@@ -187,18 +166,6 @@ def test_activation_checkpointing(world: World, where: str, use_reentrant: bool)
     train_side_by_side(world, model, map(batch, range(4)), shard=shard)
 
 
-@on_ranks(2, 3)
-def test_checkpointed_modules_used_twice(world: World) -> None:
-    class Both(UsedTwice):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.inp(x)
-            for block in (*self.blocks, self.blocks[0]):
-                x = checkpoint(block, x, use_reentrant=True)
-            return self.out(x)
-
-    train_side_by_side(world, Both().double(), map(batch, range(4)))
-
-
 @on_ranks(1, 2, 3)
 def test_threaded_streams_give_the_same_bits(world: World) -> None:
     def train() -> list[torch.Tensor]:
@@ -207,8 +174,7 @@ def test_threaded_streams_give_the_same_bits(world: World) -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         for step in range(5):
             loss_of(model, batch(step).float().chunk(world.size)[world.rank]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_all(optimizer)
         return [param.full_tensor() for param in model.parameters()]
 
     inline = train()
@@ -273,9 +239,7 @@ def _bf16_step(master: nn.Module, parts: tuple[torch.Tensor, ...]) -> None:
 @on_ranks(1, 2, 3, 4)
 def test_bf16_parameters_with_float32_reduction(world: World) -> None:
     policy = shardrt.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    whole, sharded = OddMLP(), OddMLP()
-    sharded.load_state_dict(whole.state_dict())
-    shard_blocks(sharded, mp_policy=policy)
+    whole, sharded = paired(OddMLP(), mp_policy=policy)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (whole, sharded)]
     for step in range(STEPS):
         parts = batch(step).float().chunk(world.size)
@@ -334,19 +298,6 @@ def test_a_detached_use_of_a_parameter(world: World) -> None:
             return super().forward(x)[:, :3]
 
     train_side_by_side(world, First3().double(), map(batch, range(4)))
-
-
-@on_ranks(2)
-def test_two_backwards_through_one_forward(world: World) -> None:
-    whole, sharded = OddMLP().double(), OddMLP().double()
-    sharded.load_state_dict(whole.state_dict())
-    shard_blocks(sharded)
-    for model, x in ((whole, batch(0)), (sharded, batch(0).chunk(world.size)[world.rank])):
-        loss = loss_of(model, x)
-        loss.backward(retain_graph=True)
-        (2 * loss).backward(create_graph=True)
-    for (name, expected), param in zip(whole.named_parameters(), sharded.parameters(), strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), expected.grad.detach(), rtol=1e-12, atol=1e-12, msg=name)
 
 
 @on_ranks(2)

@@ -13,10 +13,10 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 import shardrt
-from ranks import on_ranks, settings_of
+from ranks import on_ranks, refused, settings_of
 from shardrt import Partial
 from shardrt.comm import World
-from toys import batch, compare
+from toys import batch, compare, shard_blocks
 
 Block = Callable[[], AbstractContextManager[Any]]  # `unsharded(model)`; for a plain model nothing
 
@@ -149,7 +149,6 @@ def mean_of(world: World, whole: nn.Module, run: Callable[[nn.Module, torch.Tens
 @on_ranks(3, more=(1, 2))
 def test_functions_on_shards(world: World, case: str, node_memory: bool) -> None:
     """Gradients are averaged, in the first iteration as in others, and added to earlier ones."""
-    torch.manual_seed(0)
     whole = Net(case).double()
 
     def run(model: nn.Module, x: torch.Tensor, factor: float) -> None:
@@ -293,7 +292,6 @@ BY_HAND = (
 @pytest.mark.parametrize("use", BY_HAND)
 @on_ranks(3, more=(1, 2))
 def test_by_hand(world: World, use: Callable[..., None], keeps: Any) -> None:
-    torch.manual_seed(0)
     whole = Net().double()
     with settings_of(world, node_memory=keeps != "memory of its own"):
         model = shard(copy.deepcopy(whole), reshard_after_forward=None if isinstance(keeps, str) else keeps)
@@ -307,7 +305,6 @@ def test_by_hand(world: World, use: Callable[..., None], keeps: Any) -> None:
 @on_ranks(2, 3)
 def test_other_parameters_on_each_rank(world: World) -> None:
     """Inside of `unsharded`, gradients are alike on all ranks, also where ranks have used different parameters, or forwards."""
-    torch.manual_seed(0)
     whole = Net().double()
     model = shard(copy.deepcopy(whole))
 
@@ -332,14 +329,12 @@ def test_other_parameters_on_each_rank(world: World) -> None:
 def test_settings_of_the_group_hold(world: World, function: bool) -> None:
     """With replicas, dtypes for compute and reduction, and another factor: what a forward of the module makes, to the bit."""
     mesh = shardrt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    torch.manual_seed(0)
     made = nn.Sequential(nn.Linear(5, 13), nn.Linear(13, 3, bias=False))
     models = [copy.deepcopy(made) for _ in range(2)]
     x = batch(0, 16).float().chunk(4)[world.rank]
     for model in models:
         policy = shardrt.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        for module in (*model, model):
-            shardrt.fully_shard(module, mesh=mesh, mp_policy=policy)
+        shard_blocks(model, "", mesh=mesh, mp_policy=policy)
         model[1].set_gradient_divide_factor(2.0)
         hidden = model(x)  # makes the runtime
         hidden = model[0](x)
@@ -380,8 +375,7 @@ def test_hooks_of_sharded_parameters(world: World) -> None:
 def test_functions_that_cannot_be_given_a_shard(world: World) -> None:
     """Before the first forward, in transforms, with tensor-parallel parameters: an error names the module or the parameter."""
     model: Any = shard(Net().double())
-    with pytest.raises(RuntimeError, match="'Linear' before that of its root"):
-        Mul.apply(torch.ones(2, 13).double(), model.out.weight)
+    refused("'Linear' before that of its root", lambda: Mul.apply(torch.ones(2, 13).double(), model.out.weight), RuntimeError)
     model(batch(0))
     with pytest.raises(NotImplementedError, match=r"mm.* on parameter 'low.weight' of the sharded module 'low'"):
         torch.func.grad(lambda x: LowRank.apply(x, model.out.weight, model.low.weight).sum())(torch.ones(2, 13).double())
@@ -392,8 +386,7 @@ def test_functions_that_cannot_be_given_a_shard(world: World) -> None:
     shardrt.parallel.parallelize_module(
         two, mesh["tp"], {"0": shardrt.parallel.ColwiseParallel(), "1": shardrt.parallel.RowwiseParallel()}
     )
-    for module in (*two, two):
-        shardrt.fully_shard(module, mesh=mesh["dp"])
+    shard_blocks(two, "", mesh=mesh["dp"])
     two(torch.ones(2, 4))
     with pytest.raises(NotImplementedError, match=r"Mul.*'0.weight' of the sharded module '0' .* tensor-parallel"):
         Mul.apply(torch.ones(2, 4), two[0].weight)
@@ -427,7 +420,6 @@ class Other(torch.Tensor):
 @on_ranks(3)
 def test_what_stays_gathered_may_be_used_on_one_rank(world: World) -> None:
     """Between a forward and its backward: nothing is sent for it alone."""
-    torch.manual_seed(0)
     whole = Net().double()
     model = shard(copy.deepcopy(whole), reshard_after_forward=False)
 

@@ -3,7 +3,6 @@
 On the stand-in for CUDA a race fails the test (`worker.py`). On the host there is one stream, and these are ordinary steps.
 """
 
-import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ranks import on_ranks
 from shardrt.comm import World
 from shardrt.comm.core.streams import CudaStream
-from toys import OddMLP, batch, compare, loss_of, shard_blocks, train_side_by_side, uncompiled
+from toys import OddMLP, batch, compare, loss_of, paired, shard_blocks, step_all, train_side_by_side, uncompiled
 
 
 @functools.cache
@@ -128,8 +127,7 @@ def test_parameters_that_stay_gathered(world: World, build: type[OneOnSide], opt
 @uncompiled()
 def test_a_backward_on_another_stream_than_the_forward(world: World) -> None:
     """The stream on which the backward is called sees all gradients; the optimizer runs there."""
-    whole = OddMLP().double()
-    model = shard_blocks(copy.deepcopy(whole))
+    whole, model = paired(OddMLP().double())
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (whole, model)]
     for step in range(3):
         for each, x in ((whole, batch(step)), (model, batch(step).chunk(world.size)[world.rank])):
@@ -138,9 +136,7 @@ def test_a_backward_on_another_stream_than_the_forward(world: World) -> None:
             with after_the_current(on_side_stream(1)):
                 loss.backward()
         compare(whole, model, 1e-12, f"step {step}")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(*optimizers)
     compare(whole, model, 1e-12, "at the end")
 
 

@@ -1,7 +1,6 @@
 """Parameters that a module writes while it runs: codebooks, clipped and normalised weights."""
 
 import copy
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +10,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardrt
-from ranks import on_ranks, settings_of
+from ranks import on_ranks, refused, settings_of
 from shardrt import MixedPrecisionPolicy
 from shardrt.comm import World
-from toys import compare, refused, uncompiled
+from toys import compare, logged, shard_blocks, step_all, uncompiled
 
 
 def clip_through_data(weight: Any) -> None:
@@ -103,8 +102,7 @@ def test_writes_are_kept(world: World, how: str) -> None:
                 options["mesh"] = shardrt.init_device_mesh(world.device.type, (2, 1), mesh_dim_names=("r", "s"))
             if how in ("kept", "a part is kept"):
                 options["reshard_after_forward"] = False if how == "kept" else world.size
-            for module in (*model.blocks, model):
-                shardrt.fully_shard(module, **options)
+            shard_blocks(model, **options)
             for each in (whole, model):
                 train(each, 3 if how == "large" else 4)
             compare(whole, model, 1e-9, f"{case}, {how}")
@@ -147,16 +145,10 @@ class Codebook(nn.Module):
 @uncompiled()
 def test_writes_by_a_ranks_batch_are_named(world: World) -> None:
     """Each rank keeps its own; a warning names the parameter, once."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("shardrt").addHandler(handler)
-    try:
+    with logged() as messages:
         model = shardrt.fully_shard(nn.Sequential(shardrt.fully_shard(Codebook())))
         for _ in range(3):
             model(torch.full((2, 3), world.rank + 1.0)).sum().backward()
-    finally:
-        logging.getLogger("shardrt").removeHandler(handler)
     named = [message for message in messages if "is written in the forward of '0': each of 2 ranks" in message]
     assert [message.split("'")[1] for message in named] == (["0.codes", "0.rows.weight"] if world.rank == 0 else [])
     own = model[0].codes.to_local()
@@ -231,7 +223,6 @@ ASSIGNING: dict[str, Callable[[], nn.Module]] = {
 @on_ranks(2, more=(1, 3))
 def test_data_that_is_assigned_in_a_forward(world: World, kind: str, after: bool) -> None:
     """It has the new values, and what was taken of it before keeps the old ones."""
-    torch.manual_seed(0)
     whole = nn.Sequential(ASSIGNING[kind](), nn.Linear(4, 3)).double()
     sharded: Any = copy.deepcopy(whole)
     shardrt.fully_shard(sharded[0], reshard_after_forward=after)
@@ -241,6 +232,5 @@ def test_data_that_is_assigned_in_a_forward(world: World, kind: str, after: bool
         x = torch.randn(2 * world.size, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
         for model, optimizer, rows in zip((whole, sharded), optimizers, (x, x.chunk(world.size)[world.rank]), strict=True):
             model(rows).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_all(optimizer)
         compare(whole, sharded, 1e-10, f"step {step}")

@@ -16,6 +16,7 @@ import shardrt
 from ranks import on_ranks, with_copies
 from shardrt import DTensor
 from shardrt.comm import World
+from toys import shard_blocks, step_all
 
 
 def with_and_without_copies(body: Callable[..., None]) -> Callable[..., None]:
@@ -79,9 +80,7 @@ def test_weights_written_by_one_rank(world: World) -> None:
     model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False))
     nn.init.ones_(model[0].weight)
     nn.init.ones_(model[1].weight)
-    for layer in model:
-        shardrt.fully_shard(layer, reshard_after_forward=False)
-    shardrt.fully_shard(model, reshard_after_forward=False)
+    shard_blocks(model, "", reshard_after_forward=False)
     x = torch.ones(1, 6)
     last = model[1].weight
     for gather in (
@@ -154,9 +153,7 @@ def test_optimizers_that_write_data(world: World, way: str) -> None:
             for micro in x.chunk(2):
                 whole(micro).square().mean().backward()
                 model(micro.chunk(world.size)[world.rank]).square().mean().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            step_all(*optimizers)
             torch.testing.assert_close(model(x), whole(x), rtol=0, atol=1e-12)
             model.reset_iter_state()
 
@@ -318,7 +315,6 @@ def test_storages_cannot_be_exchanged(world: World) -> None:
 @with_and_without_copies
 def test_a_teacher_between_forward_and_backward(world: World, after: bool | None) -> None:
     """Its weights are written in and out again: the backward uses those of its own forward."""
-    torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
     sharded = copy.deepcopy(whole)
     shardrt.fully_shard(sharded, reshard_after_forward=after)

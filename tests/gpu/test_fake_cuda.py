@@ -369,8 +369,7 @@ print(f"rank {world.rank} takes {torch.cuda.get_device_properties(world.device).
 
 def test_ranks_take_gpus_by_their_uuids() -> None:
     """Each its own, as the driver names it; with fewer GPUs than ranks, all ranks name those that would share one."""
-    done = run_script(BIND, 4, FAKE_GPUS="4")
-    assert done.returncode == 0, done.stderr
+    done = run_script(BIND, 4, code=0, FAKE_GPUS="4")
     expected = [f"rank {rank} takes 00000000-0000-0000-0000-{rank:012}" for rank in range(4)]
     assert sorted(done.stdout.splitlines()) == expected
     done = run_script(BIND, 4, FAKE_GPUS="2")
@@ -438,8 +437,7 @@ for _ in range(3):
 
 def made_by(source: str, size: int) -> list[str]:
     """What a job makes of NCCL's communicators, a line for each on each rank."""
-    done = run_script(source, size, FAKE_NCCL_LOG="1")
-    assert done.returncode == 0, done.stderr
+    done = run_script(source, size, code=0, FAKE_NCCL_LOG="1")
     return re.findall(r"^fake NCCL: (.*)$", done.stderr, re.MULTILINE)
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 from torch.testing._internal.two_tensor import TwoTensor
 
-from ranks import FRESH, on_ranks, run_script
+from ranks import FRESH, on_ranks, refused, run_script
 from shardrt.comm import MismatchError, World
 from shardrt.integrations import torch_distributed
 from shardrt.integrations.torch_distributed.work import ProcessGroupWork
@@ -228,20 +228,14 @@ def test_objects_and_groups(world: World) -> None:
 def test_second_use_and_errors(world: World) -> None:
     for _ in range(2):
         with process_groups() as (ours, _):
-            with pytest.raises(RuntimeError, match="has a default process group already"):
-                torch_distributed.init_process_group()
-            with pytest.raises(ValueError, match="divisible"):
-                dist.all_to_all_single(torch.zeros(3), torch.zeros(3))
+            refused("has a default process group already", torch_distributed.init_process_group, RuntimeError)
+            refused("divisible", lambda: dist.all_to_all_single(torch.zeros(3), torch.zeros(3)))
             with pytest.raises(ValueError, match="all_gather: expected an output of 2 \\* 4 elements"):
                 dist.all_gather_single(torch.zeros(7), torch.zeros(4))
-            with pytest.raises(ValueError, match="one for each rank"):
-                ours.allgather([[torch.zeros(2)]], [torch.zeros(2)])
-            with pytest.raises(ValueError, match="non-empty"):
-                ours.allreduce_coalesced([])
-            with pytest.raises(ValueError, match="invalid rank 2"):
-                ours.broadcast(torch.zeros(1), root=2)
-            with pytest.raises(NotImplementedError, match="to_dense"):
-                dist.all_reduce(torch.zeros(3).to_sparse())
+            refused("one for each rank", lambda: ours.allgather([[torch.zeros(2)]], [torch.zeros(2)]))
+            refused("non-empty", lambda: ours.allreduce_coalesced([]))
+            refused("invalid rank 2", lambda: ours.broadcast(torch.zeros(1), root=2))
+            refused("to_dense", lambda: dist.all_reduce(torch.zeros(3).to_sparse()), NotImplementedError)
             with pytest.raises(MismatchError, match="rank 0: all_reduce float32 3 sum; rank 1: all_reduce float32 3 max"):
                 dist.all_reduce(torch.zeros(3), [dist.ReduceOp.SUM, dist.ReduceOp.MAX][world.rank])
             out = torch.zeros(world.rank + 1)  # of another size than is sent
@@ -251,8 +245,7 @@ def test_second_use_and_errors(world: World) -> None:
             assert work is not None
             work.wait()
             dist.barrier()
-        with pytest.raises(RuntimeError, match="was destroyed"):
-            ours.allreduce([torch.zeros(1)])
+        refused("was destroyed", lambda: ours.allreduce([torch.zeros(1)]), RuntimeError)
 
 
 @on_ranks(2, 3)
@@ -358,10 +351,8 @@ def test_groups_that_end_badly(world: World) -> None:
         group = dist.new_group()
         work = dist.all_reduce(torch.zeros(3), ops[world.rank], group=group, async_op=True)
         assert work is not None
-        with pytest.raises(RuntimeError, match="different calls"):
-            work.get_future().wait()
-        with pytest.raises(RuntimeError, match="different calls"):
-            dist.all_reduce(torch.zeros(3), group=group)
+        refused("different calls", work.get_future().wait, RuntimeError)
+        refused("different calls", lambda: dist.all_reduce(torch.zeros(3), group=group), RuntimeError)
         dist.destroy_process_group(group)
         kept = torch.zeros(300_000)
         dist.irecv(kept, 1 - world.rank, tag=9)  # nobody sends
@@ -543,7 +534,6 @@ def test_ddp_with_uneven_inputs(world: World, divides_by_initial: bool) -> None:
         generator = torch.Generator().manual_seed(10 * step + rank)
         module(torch.randn(4, 5, dtype=torch.float64, generator=generator)).square().mean().backward()
 
-    torch.manual_seed(0)
     expected = nn.Linear(5, 3).double()
     module = copy.deepcopy(expected)
     for step in range(1 + world.size):
@@ -701,8 +691,7 @@ else:
     import time
     time.sleep(1000)
 """
-    done = run_script(source, 3, FRESH, SHARDRT_TIMEOUT="2")
-    assert done.returncode == 17, done.stdout + done.stderr
+    done = run_script(source, 3, FRESH, code=17, SHARDRT_TIMEOUT="2")
     assert "recv float32 3 from 1 tag 7 on 'torch.0.cpu'" in done.stderr, done.stderr
     assert "missing: rank 1" in done.stderr, done.stderr
 
@@ -717,8 +706,7 @@ if world.rank == 0:
     dist.irecv(torch.zeros(3), 1, tag=7).get_future().wait()
 dist.barrier()
 """
-    done = run_script(source, 2, FRESH, SHARDRT_TIMEOUT="2")
-    assert done.returncode == 17, done.stdout + done.stderr
+    done = run_script(source, 2, FRESH, code=17, SHARDRT_TIMEOUT="2")
     assert "recv float32 3 from 1 tag 7 on 'torch.0.cpu'" in done.stderr, done.stderr
 
 
@@ -731,8 +719,7 @@ world = torch_distributed.init_process_group("cpu")
 group = dist.new_group([0, 2])
 work = dist.all_reduce(torch.ones(9000), async_op=True)
 """
-    done = run_script(source, 3, FRESH)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_script(source, 3, FRESH, code=0)
     assert not done.stderr.strip(), done.stderr
 
 
@@ -803,8 +790,7 @@ def test_strategies_of_frameworks_are_gloos(program: str, tmp_path: Any) -> None
     losses = []
     for ours in (True, False):
         source = FRAMEWORK.format(ours=ours, store=tmp_path / "store") + program + "\ndist.destroy_process_group()\n"
-        done = run_script(source, 2, FRESH, PYTHONWARNINGS="ignore")
-        assert done.returncode == 0, done.stdout + done.stderr
+        done = run_script(source, 2, FRESH, code=0, PYTHONWARNINGS="ignore")
         losses.append(sorted(line for line in done.stdout.splitlines() if line.startswith("loss")))
     assert losses[0] == losses[1]
     assert len(losses[0]) >= 12

@@ -19,7 +19,7 @@ from torch import nn
 import shardrt
 from bench import peak
 from observers import observing_memory
-from ranks import on_ranks
+from ranks import on_ranks, refused
 from shardrt.comm import World
 from shardrt.fsdp.base.events import BufferKind
 from shardrt.fsdp.memory import buffers as buffers_module
@@ -31,7 +31,7 @@ from shardrt.memory.account import MemoryAccount
 from shardrt.memory.devices import CudaMemory, Measured, measuring
 from shardrt.memory.live import LiveBytes
 from shardrt.memory.parts import Claim, Use
-from toys import OddMLP, batch, buckets_of, loss_of, shard_blocks
+from toys import OddMLP, batch, buckets_of, loss_of, shard_blocks, step_all
 
 CPU = torch.device("cpu")
 
@@ -91,8 +91,7 @@ def test_parts_by_hand(world: World) -> None:
             before = device.seen[0].parts
             for step in range(2):
                 loss_of(model, batch(step).chunk(world.size)[world.rank]).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                step_all(optimizer)
     local = sum(param.to_local().nbytes for param in model.parameters())
     shards = sum(group.gather.shard_nbytes for group in groups)
     steps = 4 * len(list(model.parameters()))  # a float32 each
@@ -221,8 +220,7 @@ def test_tensors_without_a_storage_pass() -> None:
     with MemoryAccount(model) as account:
         model(torch.tensor([1, 2])).sum().backward()
         assert model[0].weight.grad is not None
-        with pytest.raises(RuntimeError, match="the memory account is not closed"):
-            account.table()
+        refused("the memory account is not closed", account.table, RuntimeError)
     assert account.parts["shards"] > 0
 
 
@@ -336,11 +334,9 @@ def test_one_account_at_a_time_and_nothing_stays(monkeypatch: pytest.MonkeyPatch
             pass
     assert sys.meta_path == finders
     assert account.peak_nbytes > 0
-    with pytest.raises(RuntimeError, match="meta cannot be measured"):
-        measuring(torch.device("meta"))
+    refused("meta cannot be measured", lambda: measuring(torch.device("meta")), RuntimeError)
     monkeypatch.setattr(process, "_STATM", Path("/nowhere"))
-    with pytest.raises(RuntimeError, match="Linux"):
-        measuring(CPU)
+    refused("Linux", lambda: measuring(CPU), RuntimeError)
 
 
 @on_ranks(2)

@@ -19,7 +19,7 @@ from shardrt.parallel import parallelize_module
 from shardrt.replicas.differences import Detail, differing, report
 from shardrt.replicas.items import Copied, CopiedValue, Table, digests_of, sums_of
 from shardrt.tensor.placement.digest import digest
-from toys import OddMLP, batch, loss_of, shard_blocks
+from toys import OddMLP, batch, loss_of, shard_blocks, step_all
 from toys_tp import Transformer, sequence_plan, tokens_of
 from toys_tp import loss_of as loss_of_tokens
 
@@ -278,14 +278,11 @@ def test_hybrid_sharding_and_tensor_parallelism(world: World) -> None:
     whole = Transformer()
     whole.layers[0].register_module("dropout", nn.Dropout(0.1))
     cut = parallelize_module(copy.deepcopy(whole), mesh["tp"], sequence_plan())
-    for layer in cut.layers:
-        shardrt.fully_shard(layer, mesh=mesh["dp"])
-    shardrt.fully_shard(cut, mesh=mesh["dp"])
+    shard_blocks(cut, "layers", mesh=mesh["dp"])
     optimizer = torch.optim.AdamW(cut.parameters())
     for step in range(2):
         loss_of_tokens(cut, tokens_of(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_all(optimizer)
     found = shardrt.check_replicas(cut, optimizer)
     assert found.tensors > 0
     assert found.unique > 0

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import shardrt
 import toys
 from checkpoints import shared_folder
-from ranks import on_ranks, settings_of, with_copies
+from ranks import on_ranks, refused, settings_of, with_copies
 from shardrt import World
 from shardrt.comm import Communicator, DeviceMesh, RemoteError, Work
 from shardrt.comm.core.calls import CallList, CollectiveCall
@@ -294,8 +294,7 @@ def test_a_forward_after_a_failed_backward_is_no_recomputation(world: World) -> 
     model = cast("Any", made.model)
     hook = model.blocks[1].register_forward_hook(lambda module, inputs, output: output.register_hook(fail) and None)
     with shardrt.Timeline() as timeline:
-        with pytest.raises(ValueError, match="in the backward"):
-            made.step()
+        refused("in the backward", made.step)
         hook.remove()
         model.reset_iter_state()
         made.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from shardrt.parallel import (
     parallelize_module,
     tokens_per_rank,
 )
-from toys import compare
+from toys import compare, shard_blocks
 
 VOCABULARY, TOKENS, ROWS = 13, 22, 4
 every_method = pytest.mark.parametrize("method", ["ring", "all_gather", "ulysses"])
@@ -120,33 +121,24 @@ class Masked(nn.Module):
             return self.model(*inputs)
 
 
-def shard_over(mesh: DeviceMesh) -> Callable[[nn.Module], None]:
-    def apply(model: nn.Module) -> None:
-        for block in model.blocks:
-            shardrt.fully_shard(block, mesh=mesh)
-        shardrt.fully_shard(model, mesh=mesh)
-
-    return apply
-
-
 @pytest.mark.parametrize(("method", "documents"), [("ring", False), ("ring", True), ("all_gather", True), ("ulysses", True)])
 @on_ranks(1, 2, 4)
 def test_sharded_over_both_axes(world: World, method: str, documents: bool) -> None:
     cp = min(world.size, 2)
     mesh = DeviceMesh(world.comm, (world.size // cp, cp), ("dp", "cp"))
-    train(world, mesh, shard_over(mesh.flatten()), Model(), method, documents)
+    train(world, mesh, partial(shard_blocks, mesh=mesh.flatten()), Model(), method, documents)
 
 
 @on_ranks(3, 4)
 def test_more_ranks_of_the_ring(world: World) -> None:
     mesh = DeviceMesh(world.comm, (1, world.size), ("dp", "cp"))
-    train(world, mesh, shard_over(mesh.flatten()), Model())
+    train(world, mesh, partial(shard_blocks, mesh=mesh.flatten()), Model())
 
 
 @on_ranks(2, 4)
 def test_recomputed_blocks(world: World) -> None:
     mesh = DeviceMesh(world.comm, (world.size // 2, 2), ("dp", "cp"))
-    train(world, mesh, shard_over(mesh.flatten()), Model(recompute=True))
+    train(world, mesh, partial(shard_blocks, mesh=mesh.flatten()), Model(recompute=True))
 
 
 @pytest.mark.parametrize("method", ["ring", "all_gather"])
@@ -156,7 +148,7 @@ def test_a_rank_without_tokens(world: World, method: str) -> None:
     mesh = DeviceMesh(world.comm, (world.size,), ("cp",))
     model = Model().double().to(world.device)
     whole = copy.deepcopy(model)
-    shard_over(mesh)(model)
+    shard_blocks(model, mesh=mesh)
     buffers = [tensor[:, :2].clone() for tensor in batch(world.device)]
     expected = sum_of_losses(whole, *buffers) / (buffers[2] != -100).sum()
     expected.backward()
@@ -177,8 +169,7 @@ def test_mixed_precision(world: World, method: str) -> None:
     model = Model(heads=(4, 2)).to(world.device)
     whole = copy.deepcopy(model)
     policy = shardrt.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for module in (*model.blocks, model):
-        shardrt.fully_shard(module, mesh=mesh, mp_policy=policy)
+    shard_blocks(model, mesh=mesh, mp_policy=policy)
     inputs = batch(world.device)
     expected = sum_of_losses(whole, *inputs) / (inputs[2] != -100).sum()
     expected.backward()
@@ -197,7 +188,7 @@ def test_mixed_precision(world: World, method: str) -> None:
 def test_hybrid_sharding(world: World) -> None:
     """Replicas along dp, shards along cp."""
     mesh = DeviceMesh(world.comm, (2, 2), ("dp", "cp"))
-    train(world, mesh, shard_over(mesh), Model())
+    train(world, mesh, partial(shard_blocks, mesh=mesh), Model())
 
 
 @pytest.mark.parametrize("method", ["ring", "all_gather", "ulysses"])
@@ -210,7 +201,7 @@ def test_tensor_parallel(world: World, method: str) -> None:
 
     def shard(model: nn.Module) -> None:
         parallelize_module(model, mesh["tp"], plan)
-        shard_over(mesh["dp", "cp"].flatten())(model)
+        shard_blocks(model, mesh=mesh["dp", "cp"].flatten())
 
     train(world, mesh["dp", "cp"], shard, Model(heads=(8, 4)), method)
 
@@ -241,9 +232,7 @@ def test_models_of_transformers(world: World, kind: str, recompute: bool) -> Non
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     mesh = DeviceMesh(world.comm, (world.size,), ("cp",))
-    for layer in model.model.layers:
-        shardrt.fully_shard(layer, mesh=mesh)
-    shardrt.fully_shard(model, mesh=mesh)
+    shard_blocks(model, "model.layers", mesh=mesh)
 
     tokens, positions, labels = batch(world.device)
     ones = torch.ones_like(tokens)

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex_atten
 from torch.nn.functional import scaled_dot_product_attention as by_name
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from ranks import on_ranks
+from ranks import on_ranks, refused
 from shardrt.comm import Communicator, DeviceMesh, Work, World
 from shardrt.comm.core.calls import CallList, Hook
 from shardrt.comm.groups.control import hooked
@@ -88,7 +88,6 @@ def compare_with_torch(
 def test_equal_to_one_process(world: World, causal: bool, method: str) -> None:
     """Over lengths that N and 2N do not divide, fewer tokens than ranks, and documents alike or not in the rows."""
     mesh = cp_mesh(world)
-    torch.manual_seed(0)
     for tokens, balanced, documents in itertools.product((1, 5, 24, 37), (True, False), (None, 1, 2)):
         ids = None
         if documents is not None:
@@ -114,7 +113,6 @@ def test_few_heads_of_keys_and_other_values(world: World, method: str) -> None:
 @on_ranks(2, 3)
 def test_dtypes(world: World, dtype: torch.dtype, method: str) -> None:
     """As close to the result in float64 as one process is: a rounding of the dtype."""
-    torch.manual_seed(0)
     tensors = [random(world, 2, 6, 50, 8, dtype=dtype) for _ in range(4)]
     compare_with_torch(cp_mesh(world), tensors, 1e-5 if dtype is torch.float32 else 3e-2, method=method, is_causal=True)
 
@@ -124,7 +122,6 @@ def test_dtypes(world: World, dtype: torch.dtype, method: str) -> None:
 def test_strides(world: World, method: str) -> None:
     """Channels that are not in a row, tokens before heads, and the gradient of a sum, which is one number in memory."""
     mesh = cp_mesh(world)
-    torch.manual_seed(0)
     for dims in ((2, 3), (1, 2)):
         tensors = [random(world, 2, 4, 13, 6) for _ in range(4)]
         compare_with_torch(mesh, tensors, 1e-12, method=method, in_memory=dims, is_causal=True)
@@ -247,7 +244,6 @@ class Attending(nn.Module):
 def test_recomputed_in_backward(world: World, method: str) -> None:
     """Inside of the context; outside, where attention would be another one, torch says so."""
     mesh = cp_mesh(world)
-    torch.manual_seed(0)
     x = random(world, 1, 2, 9, 4)
     whole = x.clone().requires_grad_()
     Attending()(whole).square().sum().backward()
@@ -279,7 +275,6 @@ def test_a_name_that_was_imported_before(world: World) -> None:
 def test_autocast(world: World, method: str) -> None:
     """In bfloat16, as torch's own on one process; gradients are in the dtype of the inputs."""
     mesh, kind = cp_mesh(world), world.device.type
-    torch.manual_seed(0)
     x = random(world, 1, 2, 12, 4, dtype=torch.float32)
     whole, part = x.clone().requires_grad_(), context_parallel_shard(mesh, [x], [2])[0].requires_grad_()
     with torch.autocast(kind, torch.bfloat16):
@@ -300,7 +295,6 @@ def test_autocast(world: World, method: str) -> None:
 def test_dropout_of_ulysses(world: World) -> None:
     """Each weight is dropped or multiplied by 1 / (1 - p), on each rank others; recomputed, the same; the generator moves."""
     mesh = cp_mesh(world)
-    torch.manual_seed(0)
     x, values = (
         torch.zeros(1, 2, 8, 16, device=world.device),
         torch.eye(16, device=world.device)[None, None].expand(1, 2, 16, 16),
@@ -320,10 +314,6 @@ def test_dropout_of_ulysses(world: World) -> None:
 # ---------------------------------------------------------------------- refused, on every rank
 
 
-def refused(error: type[Exception], match: str) -> Any:
-    return pytest.raises(error, match=match)
-
-
 @on_ranks(2, 4)
 def test_bad_contexts(world: World) -> None:
     mesh, tokens = cp_mesh(world), torch.arange(8)
@@ -333,42 +323,29 @@ def test_bad_contexts(world: World) -> None:
         with context_parallel(mesh, **options):
             pass
 
-    with refused(ValueError, r"expected a mesh of one axis, such as mesh\['cp'\]"):
-        enter(grid, seq_len=8)
-    with refused(ValueError, "expected buffers, or the number of tokens"):
-        enter()
-    with refused(ValueError, r"buffer 0 of shape \(8,\): its seq dim 1 is out of range"):
-        enter(buffers=[tokens], buffer_seq_dims=[1])
-    with refused(ValueError, "found 1 and 2"):
-        enter(buffers=[tokens], buffer_seq_dims=[0, 0])
-    with refused(ValueError, r"the buffers have \[8, 7\] tokens"):
-        enter(buffers=[tokens, tokens[:7]], buffer_seq_dims=[0, 0])
-    with refused(ValueError, "needs a gradient and cannot be cut in place"):
+    refused(r"expected a mesh of one axis, such as mesh\['cp'\]", lambda: enter(grid, seq_len=8))
+    refused("expected buffers, or the number of tokens", enter)
+    refused(r"buffer 0 of shape \(8,\): its seq dim 1 is out of range", lambda: enter(buffers=[tokens], buffer_seq_dims=[1]))
+    refused("found 1 and 2", lambda: enter(buffers=[tokens], buffer_seq_dims=[0, 0]))
+    refused(r"the buffers have \[8, 7\] tokens", lambda: enter(buffers=[tokens, tokens[:7]], buffer_seq_dims=[0, 0]))
+    with pytest.raises(ValueError, match="needs a gradient and cannot be cut in place"):
         enter(buffers=[torch.ones(8, requires_grad=True)], buffer_seq_dims=[0])
-    with refused(ValueError, "buffer 1 is given twice"):
-        enter(buffers=[tokens, tokens], buffer_seq_dims=[0, 0])
-    with refused(ValueError, "not among the buffers"):
-        enter(buffers=[tokens], buffer_seq_dims=[0], no_restore_buffers={tokens.clone()})
-    with refused(ValueError, "expected one of"):
-        enter(seq_len=8, method="circle")
-    with refused(ValueError, "a document has tokens in two places"):
-        enter(seq_len=4, document_ids=torch.tensor([0, 1, 1, 0]))
-    with refused(ValueError, "whole on every rank"):
-        enter(seq_len=4, document_ids=torch.tensor([0, 1]))
-    with refused(ValueError, "nested in another context_parallel"), context_parallel(mesh, seq_len=8):
+    refused("buffer 1 is given twice", lambda: enter(buffers=[tokens, tokens], buffer_seq_dims=[0, 0]))
+    refused("not among the buffers", lambda: enter(buffers=[tokens], buffer_seq_dims=[0], no_restore_buffers={tokens.clone()}))
+    refused("expected one of", lambda: enter(seq_len=8, method="circle"))
+    refused("a document has tokens in two places", lambda: enter(seq_len=4, document_ids=torch.tensor([0, 1, 1, 0])))
+    refused("whole on every rank", lambda: enter(seq_len=4, document_ids=torch.tensor([0, 1])))
+    with pytest.raises(ValueError, match="nested in another context_parallel"), context_parallel(mesh, seq_len=8):
         enter(seq_len=8)
     enter(seq_len=8)
 
     # On one rank alone.
     last = world.rank == world.size - 1
-    with refused(ValueError, "expected the same on every rank|expected one number"):
+    with pytest.raises(ValueError, match=r"expected the same on every rank|expected one number"):
         enter(buffers=[tokens[: 7 if last else 8]], buffer_seq_dims=[0])
-    with refused(ValueError, "out of range"):
-        enter(buffers=[tokens], buffer_seq_dims=[1 if last else 0])
-    with refused(ValueError, "expected the same on every rank"):
-        enter(seq_len=8, document_ids=torch.tensor([0] * 7 + [int(last)]))
-    with refused(ValueError, "expected parts of"):
-        context_parallel_unshard(mesh, [torch.arange(3 + 2 * last)], [0])
+    refused("out of range", lambda: enter(buffers=[tokens], buffer_seq_dims=[1 if last else 0]))
+    refused("expected the same on every rank", lambda: enter(seq_len=8, document_ids=torch.tensor([0] * 7 + [int(last)])))
+    refused("expected parts of", lambda: context_parallel_unshard(mesh, [torch.arange(3 + 2 * last)], [0]))
     assert tokens.tolist() == list(range(8))
 
 
@@ -382,32 +359,22 @@ def test_bad_attention(world: World) -> None:
         with context_parallel(mesh, seq_len=tokens, method=method, document_ids=documents):
             F.scaled_dot_product_attention(*(inputs or (x, x, x)), **options)
 
-    with refused(NotImplementedError, "attn_mask: expected none"):
-        attend(attn_mask=torch.ones(4, 4, dtype=torch.bool))
-    with refused(NotImplementedError, "use 'ulysses', or no dropout"):
-        attend(dropout_p=0.1)
-    with refused(ValueError, f"'ulysses' expects multiples of {world.size}"):
-        attend(method="ulysses")
-    with refused(ValueError, "expected this rank's 4 tokens in each"):
-        attend(x, x[:, :, :3], x)
-    with refused(ValueError, "expected equal numbers of heads"):
-        attend(x, x[:, :1], x[:, :1])
-    with refused(ValueError, "expected one batch size and dtype"):
-        attend(x, x.float(), x)
-    with refused(NotImplementedError, "expected .batch, heads, tokens, channels."):
-        attend(x[0], x[0], x[0])
-    with refused(ValueError, "document_ids has 3 rows"):
-        attend(documents=torch.zeros(3, tokens, dtype=torch.long))
+    refused("attn_mask: expected none", lambda: attend(attn_mask=torch.ones(4, 4, dtype=torch.bool)), NotImplementedError)
+    refused("use 'ulysses', or no dropout", lambda: attend(dropout_p=0.1), NotImplementedError)
+    refused(f"'ulysses' expects multiples of {world.size}", lambda: attend(method="ulysses"))
+    refused("expected this rank's 4 tokens in each", lambda: attend(x, x[:, :, :3], x))
+    refused("expected equal numbers of heads", lambda: attend(x, x[:, :1], x[:, :1]))
+    refused("expected one batch size and dtype", lambda: attend(x, x.float(), x))
+    refused("expected .batch, heads, tokens, channels.", lambda: attend(x[0], x[0], x[0]), NotImplementedError)
+    refused("document_ids has 3 rows", lambda: attend(documents=torch.zeros(3, tokens, dtype=torch.long)))
     attention = nn.MultiheadAttention(8, 2, batch_first=True).double().to(world.device)
     match = "multi_head_attention_forward in context_parallel"
-    with refused(NotImplementedError, match), context_parallel(mesh, seq_len=tokens):
+    with pytest.raises(NotImplementedError, match=match), context_parallel(mesh, seq_len=tokens):
         attention(x[:, 0], x[:, 0], x[:, 0], need_weights=False)
 
     # On one rank alone, the others are told before anything is sent.
-    with refused(ValueError, "expected this rank's 4 tokens"):
-        attend(*([x[:, :, :3]] * 3 if last else [x] * 3))
-    with refused(ValueError, "expected the same on every rank"):
-        attend(is_causal=last)
+    refused("expected this rank's 4 tokens", lambda: attend(*([x[:, :, :3]] * 3 if last else [x] * 3)))
+    refused("expected the same on every rank", lambda: attend(is_causal=last))
     attend()
 
 
@@ -418,7 +385,7 @@ def test_torchs_flex_attention(world: World, compiled: bool) -> None:
     x = random(world, 2, 3, 4, 8)
     attend = torch.compile(torch_flex_attention, backend="eager") if compiled else torch_flex_attention
     match = "flex_attention in context_parallel .* or shardrt.parallel.flex_attention"
-    with refused(NotImplementedError, match), context_parallel(cp_mesh(world), seq_len=8):
+    with pytest.raises(NotImplementedError, match=match), context_parallel(cp_mesh(world), seq_len=8):
         attend(x, x, x)
 
 
@@ -436,25 +403,18 @@ def test_arguments_of_another_kind(world: World) -> None:
         lambda: context_parallel_unshard(None, [tokens], [0]),
         lambda: tokens_per_rank(None, tokens),
     ):
-        with refused(TypeError, r"mesh=None\): expected a shardrt.DeviceMesh"):
-            call()
+        refused(r"mesh=None\): expected a shardrt.DeviceMesh", call, TypeError)
     nested: Any = [[tokens, tokens]]
-    with refused(ValueError, r"buffers\[0\]: expected a Tensor, found a list"):
-        enter(buffers=nested, buffer_seq_dims=[0])
-    with refused(ValueError, r"buffers\[0\]: expected a Tensor, found a list"):
-        context_parallel_shard(mesh, nested, [0])
-    with refused(ValueError, "buffers: expected a list of Tensor, found a Tensor"):
-        enter(buffers=tokens, buffer_seq_dims=[0])
-    with refused(ValueError, "buffer_seq_dims: expected a list of int, found a int"):
-        enter(buffers=[tokens], buffer_seq_dims=0)
-    with refused(ValueError, r"no_restore_buffers\[0\]: expected a Tensor, found a list"):
+    refused(r"buffers\[0\]: expected a Tensor, found a list", lambda: enter(buffers=nested, buffer_seq_dims=[0]))
+    refused(r"buffers\[0\]: expected a Tensor, found a list", lambda: context_parallel_shard(mesh, nested, [0]))
+    refused("buffers: expected a list of Tensor, found a Tensor", lambda: enter(buffers=tokens, buffer_seq_dims=[0]))
+    refused("buffer_seq_dims: expected a list of int, found a int", lambda: enter(buffers=[tokens], buffer_seq_dims=0))
+    with pytest.raises(ValueError, match=r"no_restore_buffers\[0\]: expected a Tensor, found a list"):
         enter(buffers=[tokens], buffer_seq_dims=[0], no_restore_buffers=nested)
-    with refused(ValueError, "document_ids: expected a tensor of integers, found a list"):
-        enter(seq_len=8, document_ids=[0] * 8)
-    with refused(TypeError, "expected labels in a tensor, found a list"):
-        tokens_per_rank(mesh, [1, 2])
+    refused("document_ids: expected a tensor of integers, found a list", lambda: enter(seq_len=8, document_ids=[0] * 8))
+    refused("expected labels in a tensor, found a list", lambda: tokens_per_rank(mesh, [1, 2]), TypeError)
     last = world.rank == world.size - 1
-    with refused(ValueError, r"buffers\[0\]: expected a Tensor, found a list"):
+    with pytest.raises(ValueError, match=r"buffers\[0\]: expected a Tensor, found a list"):
         enter(buffers=nested if last else [tokens], buffer_seq_dims=[0])
     assert tokens.tolist() == list(range(8))
 
@@ -466,7 +426,6 @@ def test_arguments_of_another_kind(world: World) -> None:
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
 @on_ranks(1, 2, 3)
 def test_scales_that_are_not_positive(world: World, scale: float, method: str) -> None:
-    torch.manual_seed(0)
     tensors = [random(world, 1, 6, 13, 8) for _ in range(4)]
     for causal in (True, False):
         compare_with_torch(cp_mesh(world), tensors, 1e-12, method=method, is_causal=causal, scale=scale)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ranks import on_ranks
-from shardrt import DTensor, Partial, Replicate, Shard, fully_shard, init_device_mesh
+from shardrt import DTensor, Partial, Replicate, Shard, init_device_mesh
 from shardrt.comm import World
 from shardrt.parallel import (
     ColwiseParallel,
@@ -22,7 +22,7 @@ from shardrt.parallel import (
 )
 from shardrt.parallel.boundaries.axis import Part, axis_of, parts
 from shardrt.parallel.boundaries.relayout import relayout
-from toys import warns_of_create_graph
+from toys import shard_blocks, warns_of_create_graph
 from toys_tp import (
     Transformer,
     check_close,
@@ -225,9 +225,7 @@ def test_under_fully_shard(world: World) -> None:
     torch.manual_seed(1)
     whole = Transformer().double()
     model: Any = parallelize_module(copy.deepcopy(whole), mesh["tp"], sequence_plan())
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=False)
-    fully_shard(model, mesh=mesh["dp"], reshard_after_forward=False)
+    shard_blocks(model, "layers", mesh=mesh["dp"], reshard_after_forward=False)
     model.set_reshard_after_backward(False)
     penalised(whole, tokens_of(0), True)
     penalised(model, tokens_of(0), True)

@@ -66,7 +66,6 @@ def logits_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 def test_a_model_trains_as_on_one_process(world: World, name: str, implementation: str) -> None:
     """In float64; torch multiplies groups in float32 at most."""
-    torch.manual_seed(0)
     whole: Any = MODELS[name]()
     whole.set_experts_implementation(implementation)
     single = implementation == "grouped_mm"
@@ -86,7 +85,6 @@ def test_a_model_trains_as_on_one_process(world: World, name: str, implementatio
 @on_ranks(2)
 def test_gradient_checkpointing_of_a_model(world: World) -> None:
     """The model's own: each layer's exchanges come again in the backward, on all ranks alike."""
-    torch.manual_seed(0)
     mesh, whole = mesh_of(world, 2), qwen().double().train()
     whole.set_experts_implementation("eager")
 
@@ -100,7 +98,6 @@ def test_gradient_checkpointing_of_a_model(world: World) -> None:
 @on_ranks(2)
 def test_loads_become_even(world: World) -> None:
     """The bias of DeepSeek-V3, raised for experts with less than the mean, evens out the loads; equal on all ranks."""
-    torch.manual_seed(0)
     mesh = mesh_of(world, 2)
     model: Any = divide(deepseek(), mesh, "model.layers.*.mlp.experts")
     router = model.model.layers[1].mlp.gate

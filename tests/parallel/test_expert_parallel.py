@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import shardrt
-from ranks import on_ranks
+from ranks import on_ranks, refused
 from shardrt import Replicate, Shard
 from shardrt import checkpoint as checkpoint_io
 from shardrt.comm import DeviceMesh, World
@@ -83,7 +83,6 @@ def test_ranks_and_experts_without_rows(world: World, sorted_rows: bool, recompu
                 layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
         return divide(model, mesh, sorted_rows=sorted_rows)
 
-    torch.manual_seed(0)
     mesh, whole = mesh_of(world, world.size), MoEModel(12, sorted_rows=sorted_rows).double()
     for layer in whole.layers:
         layer.bias[: 12 // world.size].fill_(9.0)
@@ -97,7 +96,6 @@ def test_ranks_and_experts_without_rows(world: World, sorted_rows: bool, recompu
 @pytest.mark.parametrize("frozen", ["rows", "experts", None])
 def test_a_checkpoint_of_the_experts_alone(world: World, sorted_rows: bool, frozen: str | None) -> None:
     """All ranks compute again, also those to which no row comes."""
-    torch.manual_seed(0)
     whole = (SortedExperts(6) if sorted_rows else RoutedExperts(6)).double().requires_grad_(frozen != "experts")
     inputs = [torch.randn(4, WIDTH, dtype=torch.float64, requires_grad=frozen != "rows") for _ in range(world.size)]
     weights = torch.rand(4, 2, dtype=torch.float64)
@@ -116,7 +114,6 @@ def test_a_checkpoint_of_the_experts_alone(world: World, sorted_rows: bool, froz
 @on_ranks(2, 4)
 def test_without_fully_shard_over_the_experts(world: World) -> None:
     """Their gradients are assigned when the backward ends; the others are reduced as ever. A plan for one module."""
-    torch.manual_seed(0)
     mesh, whole = world.mesh, MoEModel(4).double()
 
     def divided(model: nn.Module) -> nn.Module:
@@ -134,7 +131,6 @@ def test_without_fully_shard_over_the_experts(world: World) -> None:
 @on_ranks(4)
 def test_beside_tensor_parallelism(world: World) -> None:
     """Of other modules, over another axis, by a call for each: the ranks of "tp" have one batch."""
-    torch.manual_seed(0)
     mesh, whole = DeviceMesh(world.comm, (2, 2), ("ep", "tp")), MoEModel(4).double()
     model = copy.deepcopy(whole)
     parallelize_module(model.head, mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
@@ -152,7 +148,6 @@ def test_beside_tensor_parallelism(world: World) -> None:
 @on_ranks(4)
 def test_replicas_of_experts(world: World) -> None:
     """Hybrid: experts are replicated over the first axis, and sharded over the second; the rest over the last two."""
-    torch.manual_seed(0)
     mesh, whole = DeviceMesh(world.comm, (2, 1, 2), ("replicate", "dp", "ep")), MoEModel(4).double()
 
     def divided(model: nn.Module) -> nn.Module:
@@ -167,7 +162,6 @@ def test_replicas_of_experts(world: World) -> None:
 @on_ranks(2)
 def test_accumulation_and_evaluation(world: World) -> None:
     """Gradients of two backwards add up; an evaluation gives what one process does, and changes nothing."""
-    torch.manual_seed(0)
     mesh, whole = mesh_of(world, 2), MoEModel(4).double()
     model = divide(copy.deepcopy(whole), mesh)
     for microbatch in range(2):
@@ -186,7 +180,6 @@ def test_accumulation_and_evaluation(world: World) -> None:
 @pytest.mark.parametrize("frozen", [False, True])
 def test_one_choice_and_frozen_experts(world: World, frozen: bool) -> None:
     """Frozen: the first layer's rows need no gradients, nor do its experts; the router does."""
-    torch.manual_seed(0)
     mesh, whole = mesh_of(world, 2), MoEModel(4, top_k=1).double()
     for module in (whole.tokens, *(layer.experts for layer in whole.layers)):
         module.requires_grad_(not frozen)
@@ -197,7 +190,6 @@ def test_one_choice_and_frozen_experts(world: World, frozen: bool) -> None:
 @on_ranks(2, 4)
 def test_gradient_divide_factors(world: World) -> None:
     """Where others get a factor, experts get it over the ranks of "ep", by which exchanges have divided."""
-    torch.manual_seed(0)
     mesh, whole = mesh_of(world, 2), MoEModel(4).double()
     model = divide(copy.deepcopy(whole), mesh)
     model.set_gradient_divide_factor(3.0)
@@ -211,7 +203,6 @@ def test_gradient_divide_factors(world: World) -> None:
 @on_ranks(2)
 def test_bfloat16_and_a_copy(world: World) -> None:
     """Rows travel in the dtype of the compute; a deep copy exchanges as well, and counts for itself."""
-    torch.manual_seed(0)
     mesh, whole = mesh_of(world, 2), MoEModel(4)
     model = parallelize_module(copy.deepcopy(whole).bfloat16(), mesh["ep"], {"layers.*.experts": ExpertParallel()})
     twin = copy.deepcopy(model)
@@ -228,7 +219,6 @@ def test_bfloat16_and_a_copy(world: World) -> None:
 @on_ranks(2)
 def test_mixed_precision(world: World) -> None:
     """`fully_shard` casts what the experts get; parameters and gradients stay in float32, near those of one process."""
-    torch.manual_seed(0)
     mesh, whole = mesh_of(world, 2), MoEModel(4)
     policy = shardrt.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = divide(copy.deepcopy(whole), mesh, mp_policy=policy)
@@ -246,7 +236,6 @@ def test_mixed_precision(world: World) -> None:
 @pytest.mark.parametrize("ep", [2, 4])
 def test_from_the_meta_device(world: World, ep: int) -> None:
     """No rank ever has all experts: divided and sharded without memory, then loaded."""
-    torch.manual_seed(0)
     whole = MoEModel(4)
     with torch.device("meta"):
         model = MoEModel(4)
@@ -279,7 +268,6 @@ def test_what_is_sent(world: World) -> None:
 @pytest.mark.parametrize("one_expert", [False, True])
 def test_gradients_of_gradients(world: World, sorted_rows: bool, one_expert: bool) -> None:
     """Of the norm of the gradient at the experts' input, also where no row comes: of activations, and of parameters."""
-    torch.manual_seed(0)
     whole = (SortedExperts(6) if sorted_rows else RoutedExperts(6)).double()
     inputs = [torch.randn(5, WIDTH, dtype=torch.float64) for _ in range(world.size)]
     chosen = [torch.randint(1 if one_expert else 6, (5, 2)) for _ in range(world.size)]
@@ -309,7 +297,6 @@ def test_gradients_of_gradients(world: World, sorted_rows: bool, one_expert: boo
 def test_a_checkpoint_of_other_degrees(world: World) -> None:
     """Saved with two expert parallel ranks of four; loaded with one and with four; training goes on as it would have."""
     folder = world.comm.exchange(tempfile.mkdtemp() if world.rank == 0 else None)[0]
-    torch.manual_seed(0)
     start, models = MoEModel(4).double(), {}
     for ep in (2, 1, 4):
         model = divide(copy.deepcopy(start), mesh_of(world, ep))
@@ -338,7 +325,6 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Te
 @on_ranks(1, 3)
 def test_loads_and_the_bias(world: World) -> None:
     """Loads are those of all ranks, without recomputation and evaluation; the bias follows the rule of DeepSeek-V3."""
-    torch.manual_seed(0)
     mesh, whole = mesh_of(world, world.size), MoEModel(6).double()
     layer = whole.layers[0]
     expected = torch.zeros(6, dtype=torch.int64)
@@ -358,8 +344,7 @@ def test_loads_and_the_bias(world: World) -> None:
     update_expert_bias(layer.bias, expected, rate=0.25)
     signs = [0.25 if 6 * n < expected.sum() else -0.25 if 6 * n > expected.sum() else 0.0 for n in expected.tolist()]
     assert layer.bias.tolist() == signs
-    with pytest.raises(ValueError, match=r"a bias of shape \(6,\), a load of shape \(5,\)"):
-        update_expert_bias(layer.bias, expected[:5])
+    refused(r"a bias of shape \(6,\), a load of shape \(5,\)", lambda: update_expert_bias(layer.bias, expected[:5]))
 
 
 @on_ranks(2, 3)
@@ -399,8 +384,7 @@ def test_modules_and_plans_that_are_refused(world: World) -> None:
         with pytest.raises(error, match=match):
             parallelize_module(model, mesh, plan)
         assert all(param is before[name] for name, param in model.named_parameters())
-    with pytest.raises(ValueError, match=r"experts.* is a DTensor on, .* cannot be sharded over"):
-        shardrt.fully_shard(divided)
+    refused(r"experts.* is a DTensor on, .* cannot be sharded over", lambda: shardrt.fully_shard(divided))
 
 
 class NotingMesh(ParallelStyle):

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import shardrt
-from ranks import on_ranks
+from ranks import on_ranks, refused
 from shardrt import Shard
 from shardrt.comm import DeviceMesh, World
 from shardrt.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel, parallelize_module
@@ -226,8 +226,7 @@ def test_a_recomputation_that_fails_or_keeps_no_state(world: World) -> None:
         return torch.cos(x)
 
     out = checkpoint(fails, torch.ones(4, requires_grad=True), use_reentrant=False, preserve_rng_state=False)
-    with pytest.raises(KeyError, match="recomputation"):
-        out.sum().backward()
+    refused("recomputation", out.sum().backward, KeyError)
     regions.begin(training=True)
     assert all_equal(world, numbers())
 

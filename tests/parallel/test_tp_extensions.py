@@ -18,7 +18,7 @@ from shardrt.parallel.fsdp import DTensorExtensions
 from shardrt.tensor.dtensor.replicated import mark_replicated
 from shardrt.tensor.placement.placement import Box, Placement, Spec
 from subclasses import PadsItself, set_on_locals
-from toys import compare
+from toys import compare, step_all
 from toys_2d import Toy, loss_of, meshes, parallelize, shard, words
 
 ROWS = (5, 7, 10, 6, 1)
@@ -264,7 +264,6 @@ def test_post_unflatten_transform(world: World) -> None:
 def test_parameters_that_define_what_is_gathered(world: World, cut: Shard, afterwards: bool) -> None:
     """Each column gathers its part, which may have fewer rows than another, by the methods of the parameter: here rounded."""
     dp, tp = meshes(world, 1 if world.size == 3 else 2)
-    torch.manual_seed(0)
     whole = nn.Linear(5, 7, bias=False)
     model = copy.deepcopy(whole)
     start = distribute_tensor(whole.weight.detach(), tp, [cut])
@@ -291,9 +290,7 @@ def test_parameters_that_define_what_is_gathered(world: World, cut: Shard, after
             rest = mine @ rounded.detach().t() - out.detach()
             (out + rest).square().sum(1).mean().backward()
         torch.testing.assert_close(gathered(model.weight.grad), rounded.grad, rtol=1e-5, atol=1e-5)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(*optimizers)
         torch.testing.assert_close(gathered(model.weight), whole.weight.detach(), rtol=1e-4, atol=1e-5)
     other = nn.Linear(5, 7, bias=False)
     for state in (other.state_dict(), {"weight": distribute_tensor(other.weight.detach(), tp, [cut])}):

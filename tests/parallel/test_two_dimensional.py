@@ -18,7 +18,7 @@ from shardrt import Partial, Replicate, Shard, distribute_tensor
 from shardrt.comm import DeviceMesh, World
 from shardrt.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
 from shardrt.tensor.dtensor.replicated import mark_replicated
-from toys import compare
+from toys import compare, shard_blocks, step_all
 from toys_2d import Block, Toy, Transformer, loss_of, meshes, parallelize, shard, train, words
 
 
@@ -272,8 +272,7 @@ def test_replicas_stay_equal(world: World) -> None:
     for step in range(5):
         loss_of(model, words(step).chunk(dp.size)[dp.rank]).backward()
         shardrt.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
+        step_all(optimizer)
     mine = {name: param.full_tensor() for name, param in model.named_parameters()}
     for theirs in world.comm.exchange(mine):
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
@@ -293,9 +292,8 @@ def test_optimizer_state(world: World) -> None:
             shardrt.shard_optimizer_state(optimizers[1])
         for each, x in ((whole, words(step)), (model, words(step).chunk(2)[dp.rank])):
             loss_of(each, x).backward()
-        for optimizer in optimizers if step != 1 else ():
-            optimizer.step()
-            optimizer.zero_grad()
+        if step != 1:
+            step_all(*optimizers)
         compare(whole, model, 1e-12, f"step {step}")
 
 
@@ -365,9 +363,7 @@ def test_initialised_on_meta_as_on_one_process(world: World) -> None:
     model.to_empty(device="cpu")
     alone = Toy(130).double()
     single = DeviceMesh(own_communicator(world), (1,), ("alone",))
-    for block in alone.blocks:
-        shardrt.fully_shard(block, mesh=single)
-    shardrt.fully_shard(alone, mesh=single)
+    shard_blocks(alone, mesh=single)
     for each in (model, alone):
         torch.manual_seed(3)
         with torch.no_grad():

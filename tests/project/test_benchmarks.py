@@ -23,7 +23,7 @@ from bench.step_results import Round, header, host_line, inside_and_waiting, par
 from bench.timing import Call, Run, Timing
 from bench.workers import AdamWOfShare, Optimizer, adamw
 from common.models import CASES
-from ranks import on_ranks
+from ranks import on_ranks, refused
 from shardrt import World
 from shardrt.comm import ReduceOp
 from shardrt.comm.groups.control import hooked
@@ -269,15 +269,13 @@ def test_bad_options_of_the_step_benchmark(
     options: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["step.py", *options])
-    with pytest.raises(SystemExit, match="2"):
-        step.main()
+    refused("2", step.main, SystemExit)
     assert capfd.readouterr().err == f"step.py: error: {message}\n"
 
 
 def test_help_of_the_step_benchmark(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["step.py", "--help"])
-    with pytest.raises(SystemExit, match="0"):
-        step.main()
+    refused("0", step.main, SystemExit)
     text = capsys.readouterr().out
     assert {"--replicate", "--parts", "lone", *step.MODELS} <= set(text.replace(",", " ").split())
 

@@ -21,7 +21,7 @@ import pytest
 
 from marks import rest
 from namespaces import machines, on_machine
-from ranks import rank_environment, site, wait_for
+from ranks import rank_environment, refused, site, wait_for
 from shardrt import launch
 from shardrt.launch import Launcher, LaunchError, Mpi
 
@@ -331,8 +331,7 @@ def test_nodes_with_other_versions_are_named_on_all(script: Script, place: Place
 )
 def test_bad_options(arguments: list[str], variables: dict[str, str], message: str) -> None:
     options = launch._parser().parse_args([*arguments, "-n", "4", "program"])
-    with pytest.raises(LaunchError, match=message):
-        launch._rendezvous(options, variables)
+    refused(message, lambda: launch._rendezvous(options, variables), LaunchError)
 
 
 @pytest.mark.parametrize(
@@ -347,8 +346,7 @@ def test_bad_options(arguments: list[str], variables: dict[str, str], message: s
 def test_jobs_that_no_launchers_of_nodes_can_start(mpi: Mpi, launcher: Launcher, arguments: list[str], message: str) -> None:
     options = launch._parser().parse_args(["-n", "4", *arguments, __file__])
     where = launch.LaunchSite(mpi, launcher, "/bin/mpirun", 8, False, {})
-    with pytest.raises(LaunchError, match=message):
-        launch._job(options, where, launch.Rendezvous(2, 0, "a:1", 1.0))
+    refused(message, lambda: launch._job(options, where, launch.Rendezvous(2, 0, "a:1", 1.0)), LaunchError)
 
 
 def test_no_rendezvous() -> None:

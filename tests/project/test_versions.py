@@ -85,8 +85,7 @@ def test_the_faults_that_need_a_model_are_listed(capsys: pytest.CaptureFixture[s
 def test_one_rank_prints_for_all(program: list[str]) -> None:
     helped = run_job([*program, "--help"], 2, FRESH)
     assert (helped.returncode, helped.stderr, helped.stdout.count("usage: ")) == (0, "", 1)
-    failed = run_job([*program, "--seed", "x"], 2, FRESH)
-    assert failed.returncode == 2
+    failed = run_job([*program, "--seed", "x"], 2, FRESH, code=2)
     assert failed.stderr.count("error: argument --seed: invalid int value: 'x'") == 1
 
 

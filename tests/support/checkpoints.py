@@ -10,10 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import shardrt
+from shardrt.checkpoint.formats.stored import StoredChunk
+from shardrt.checkpoint.formats.torch_file.stored_items import read_item
+from shardrt.checkpoint.loading import load as loading
 from shardrt.comm import World
 from toys import OddMLP, batch, shard_blocks
 
@@ -32,9 +36,9 @@ class Holder:
 
 
 @contextmanager
-def shared_folder(world: World) -> Iterator[Path]:
+def shared_folder(world: World, within: str | None = None) -> Iterator[Path]:
     """A new folder that all ranks see; deleted when all have left the `with` block."""
-    folder = world.comm.exchange(tempfile.mkdtemp(prefix="checkpoint-") if world.rank == 0 else "")[0]
+    folder = world.comm.exchange(tempfile.mkdtemp(prefix="checkpoint-", dir=within) if world.rank == 0 else "")[0]
     try:
         yield Path(folder)
         world.barrier()
@@ -70,6 +74,35 @@ def tensors_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     for param, values in state["optimizer"].state.items():
         found |= {f"optimizer.state.{names[param]}.{key}": value for key, value in values.items()}
     return {name: whole(tensor.detach()).clone() for name, tensor in found.items()}
+
+
+@contextmanager
+def reading() -> Iterator[list[tuple[int, int]]]:
+    """How many bytes each load of the block reads, and how many it would need if no dtype changed."""
+    found: list[tuple[int, int]] = []
+
+    def count(text: str, *args: Any) -> None:
+        if text.startswith("loaded"):
+            found.append((args[1], args[2]))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading._log, "debug", count)
+        yield found
+
+
+def flip(folder: Path, chunk: StoredChunk, at: int) -> None:
+    """Change a bit of a chunk's memory, `at` bytes from its start or, if negative, its end."""
+    with open(folder / chunk.file, "r+b") as file:
+
+        def read(offset: int, nbytes: int) -> bytes:
+            file.seek(chunk.offset + offset)
+            return file.read(nbytes)
+
+        item = read_item(read, chunk.length, "test")
+        place = item.data_start + at % item.data_nbytes
+        byte = read(place, 1)[0] ^ 4
+        file.seek(chunk.offset + place)
+        file.write(bytes([byte]))
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

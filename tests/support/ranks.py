@@ -39,7 +39,7 @@ AFTER_FAILURE_S = 5.0  # time for the other ranks to finish after one has failed
 
 
 def on_ranks(*sizes: int, more: tuple[int, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run the decorated body as `body(world, **parameters)` on worlds of these sizes.
+    """Run the decorated body as `body(world, **parameters)` on worlds of these sizes, with torch's numbers from seed 0 on.
 
     Of several, one is usual: 3 if it is among them, else 2, else the first; the others are marked `rest`.
     more: sizes that run with `--all`.
@@ -74,15 +74,21 @@ def settings_of(world: World, **values: Any) -> Iterator[None]:
         object.__setattr__(world, "settings", before)
 
 
-def with_copies(body: Callable[..., None]) -> Callable[..., None]:
-    """In the body, each rank gathers copies of its own, as ranks of several nodes do. Between `on_ranks` and the body."""
+def with_settings(**values: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """In the body, the world has these settings. Between `on_ranks` and the body."""
 
-    @functools.wraps(body)
-    def run(world: World, **parameters: Any) -> None:
-        with settings_of(world, node_memory=False):
-            body(world, **parameters)
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def run(world: World, **parameters: Any) -> None:
+            with settings_of(world, **values):
+                body(world, **parameters)
 
-    return run
+        return run
+
+    return decorate
+
+
+with_copies = with_settings(node_memory=False)  # each rank gathers copies of its own, as ranks of several nodes do
 
 
 def rank_environment() -> dict[str, str]:
@@ -155,16 +161,23 @@ def start(size: int, arguments: list[str], fresh: bool = False, **options: Any) 
     return subprocess.Popen(line, env={**environment, **given}, text=True, start_new_session=True, **options)
 
 
-def run_script(source: str, size: int, fresh: bool = False, /, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a Python script as a separate job, as `start` does."""
+def run_script(
+    source: str, size: int, fresh: bool = False, /, *, code: int | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a Python script as a separate job, as `run_job` does."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "script.py"
         path.write_text(source)
-        return run_job([str(path)], size, fresh, **environment)
+        return run_job([str(path)], size, fresh, code=code, **environment)
 
 
-def run_job(arguments: list[str], size: int, fresh: bool = False, /, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run this Python with these arguments as a separate job; at the deadline it is killed, and the test fails."""
+def run_job(
+    arguments: list[str], size: int, fresh: bool = False, /, *, code: int | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run this Python with these arguments as a separate job; at the deadline it is killed, and the test fails.
+
+    code: the exit code that is expected.
+    """
     process = start(size, arguments, fresh, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         out, err = process.communicate(timeout=DEADLINE_S)
@@ -172,6 +185,7 @@ def run_job(arguments: list[str], size: int, fresh: bool = False, /, **environme
         os.killpg(process.pid, signal.SIGKILL)
         out, err = process.communicate()
         pytest.fail(f"{size} ranks did not end within {DEADLINE_S} s\n{out}\n{err}", pytrace=False)
+    assert code is None or process.returncode == code, f"exit code {process.returncode}\n{out}\n{err}"
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
@@ -295,3 +309,9 @@ def wait_for(true: Callable[[], bool]) -> None:
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def refused(match: str, call: Callable[[], object], kind: type[BaseException] = ValueError) -> None:
+    """The call raises this error, with a message that matches."""
+    with pytest.raises(kind, match=match):
+        call()

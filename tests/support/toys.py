@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from shardrt.fsdp.params import in_place, visible
 from shardrt.fsdp.schedule.param_group import ParamGroup
 
 Sharder = Callable[[nn.Module], object]
+Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 
 class OddBlock(nn.Module):
@@ -128,11 +130,16 @@ def without_scalars(model: nn.Module) -> nn.Module:
     return model
 
 
-def shard_blocks(model: nn.Module, **options: object) -> nn.Module:
-    """One group per block and one for the remaining parameters."""
-    for block in model.get_submodule("blocks").children():
+def shard_blocks(model: nn.Module, blocks: str = "blocks", **options: object) -> nn.Module:
+    """One group per block and one for the remaining parameters. blocks: the module whose children they are, "" for `model`."""
+    for block in model.get_submodule(blocks).children():
         shardrt.fully_shard(block, **options)  # type: ignore[arg-type]
     return shardrt.fully_shard(model, **options)  # type: ignore[arg-type]
+
+
+def paired(whole: nn.Module, **options: Any) -> tuple[Any, Any]:
+    """A model, and a sharded copy of it."""
+    return whole, shard_blocks(copy.deepcopy(whole), **options)
 
 
 @contextmanager
@@ -178,6 +185,12 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(out[:, :-1].flatten(0, 1), x[:, 1:].flatten())
 
 
+def step_all(*optimizers: torch.optim.Optimizer) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def mean_over_ranks(world: World, value: torch.Tensor) -> torch.Tensor:
     """The average of a scalar."""
     out = torch.empty_like(value.detach())
@@ -219,9 +232,7 @@ def train_side_by_side(
                 total += loss.detach()
         torch.testing.assert_close(mean_over_ranks(world, total), expected.detach(), rtol=tolerance, atol=tolerance)
         compare(whole, sharded, tolerance, f"step {step}")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(*optimizers)
         compare(whole, sharded, tolerance, f"after step {step}")
     return sharded
 
@@ -241,6 +252,28 @@ def compare(whole: nn.Module, sharded: nn.Module, tolerance: float, when: str) -
         if expected.grad is not None:
             assert isinstance(param.grad, shardrt.DTensor)
             torch.testing.assert_close(param.grad.full_tensor(), expected.grad, rtol=tolerance, atol=tolerance, msg=describe)
+
+
+def check_backward(
+    world: World, whole: nn.Module, sharded: nn.Module, x: torch.Tensor, tolerance: float = 1e-12, loss: Loss = loss_of
+) -> None:
+    """A backward of `whole` on a batch, and one of `sharded` on this rank's rows; compare gradients and parameters."""
+    loss(whole, x).backward()
+    loss(sharded, x.chunk(world.size)[world.rank]).backward()
+    compare(whole, sharded, tolerance, "after a backward")
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What the package logs in the block."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    vars(handler).update(emit=lambda record: lines.append(record.getMessage()))
+    logging.getLogger("shardrt").addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger("shardrt").removeHandler(handler)
 
 
 @contextmanager
@@ -278,8 +311,3 @@ class Elsewhere(shardrt.CPUOffloadPolicy):
 
     def applies_to(self, device: torch.device) -> bool:
         return True
-
-
-def refused(match: str, call: Callable[[], object], kind: type[Exception] = ValueError) -> None:
-    with pytest.raises(kind, match=match):
-        call()

@@ -15,7 +15,7 @@ from shardrt.comm import DeviceMesh, ReduceOp, World, current_stream
 from shardrt.fsdp.memory import context
 from shardrt.tensor.dtensor.replicated import mark_replicated
 from shardrt.tensor.placement.placement import Spec
-from toys import buckets_of, compare
+from toys import buckets_of, compare, step_all
 
 SEQUENCE = 6  # positions; divisible by 2 and 3
 
@@ -277,8 +277,6 @@ def train(
             found = shardrt.clip_grad_norm_(model.parameters(), max_norm)
             torch.testing.assert_close(found.double(), expected.double(), rtol=tolerance, atol=tolerance)
             compare(whole, model, tolerance, f"clipped in step {step}")
-        for each in optimizers:
-            each.step()
-            each.zero_grad()
+        step_all(*optimizers)
         compare(whole, model, tolerance, f"after step {step}")
     return model

@@ -14,6 +14,7 @@ import shardrt
 from shardrt import DTensor
 from shardrt.comm import DeviceMesh, World
 from shardrt.parallel import ExpertParallel, parallelize_module
+from toys import step_all
 
 WIDTH, HIDDEN, VOCAB = 6, 5, 11
 
@@ -145,9 +146,7 @@ def train_beside_one_process(
             full = norms[1].full_tensor() if isinstance(norms[1], DTensor) else norms[1]
             torch.testing.assert_close(full, norms[0], rtol=tolerance, atol=tolerance)
         compare(model, whole, tolerance)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(*optimizers)
     compare(model, whole, 10 * tolerance)
     return model
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import shardrt
-from ranks import on_ranks, with_copies
+from ranks import on_ranks, refused, with_copies
 from shardrt.comm import World
-from toys import OddMLP, refused, shard_blocks
+from toys import OddMLP, shard_blocks
 
 
 def params_of(model: nn.Module) -> list[shardrt.DTensor]:

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import shardrt
-from ranks import on_ranks
+from ranks import on_ranks, refused
 from shardrt.comm import MismatchError, World
-from toys import compare, mean_over_ranks
+from toys import check_backward, mean_over_ranks, shard_blocks, step_all
 
 KINDS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 
@@ -120,12 +120,6 @@ class Convolutions(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def shard(model: nn.Module) -> None:
-    for block in model.blocks:
-        shardrt.fully_shard(block)
-    shardrt.fully_shard(model)
-
-
 @pytest.mark.parametrize("late", [False, True])
 @on_ranks(1, 2, 4)
 def test_a_sharded_model_trains_as_one_process_on_the_whole_batch(world: World, late: bool) -> None:
@@ -135,20 +129,15 @@ def test_a_sharded_model_trains_as_one_process_on_the_whole_batch(world: World, 
     called = []
     model.blocks[0][1].register_forward_hook(lambda *_: called.append(1))
     if late:
-        shard(model)
+        shard_blocks(model)
     assert shardrt.convert_sync_batchnorm(model) is model
     if not late:
-        shard(model)
+        shard_blocks(model)
     model = copy.deepcopy(model)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (whole, model)]
     for step in range(3):
-        x = draw(8, 3, 4, 4, seed=step)
-        whole(x).square().mean().backward()
-        model(x.chunk(world.size)[world.rank]).square().mean().backward()
-        compare(whole, model, 1e-12, f"step {step}")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        check_backward(world, whole, model, draw(8, 3, 4, 4, seed=step), loss=lambda each, x: each(x).square().mean())
+        step_all(*optimizers)
         for (name, expected), buffer in zip(whole.named_buffers(), model.buffers(), strict=True):
             torch.testing.assert_close(buffer, expected, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
     assert len(called) == 3
@@ -164,12 +153,11 @@ def test_torchs_own_is_refused(world: World) -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match=r"^'1' is torch's SyncBatchNorm, .* call shardrt.convert_sync_batchnorm\(model\)"):
             shardrt.fully_shard(model.blocks[0])
-    with pytest.raises(ValueError, match=r"^'SyncBatchNorm' is torch's"):
-        shardrt.fully_shard(nn.SyncBatchNorm(3))
+    refused(r"^'SyncBatchNorm' is torch's", lambda: shardrt.fully_shard(nn.SyncBatchNorm(3)))
     x = draw(2, 3, 4, 4)
     for forwards in (0, 1):
         model = Convolutions().double()
-        shard(model)
+        shard_blocks(model)
         for _ in range(forwards):
             model(x)
         nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -193,10 +181,8 @@ def test_what_cannot_be_converted(world: World) -> None:
             shardrt.convert_sync_batchnorm(model)
         assert type(model[0]) is nn.BatchNorm1d
     grouped = nn.SyncBatchNorm(3, process_group="a group")
-    with pytest.raises(ValueError, match="'0' has a process_group"):
-        shardrt.convert_sync_batchnorm(nn.Sequential(grouped))
-    with pytest.raises(TypeError, match="expected a DeviceMesh"):
-        shardrt.convert_sync_batchnorm(nn.Sequential(), "dp")
+    refused("'0' has a process_group", lambda: shardrt.convert_sync_batchnorm(nn.Sequential(grouped)))
+    refused("expected a DeviceMesh", lambda: shardrt.convert_sync_batchnorm(nn.Sequential(), "dp"), TypeError)
     if world.size > 1:
         with pytest.raises(ValueError, match=r"different batch normalizations: rank 0: none; rank 1: '0': BatchNorm1d\(3"):
             shardrt.convert_sync_batchnorm(nn.Sequential(*[nn.BatchNorm1d(3)] * world.rank))
@@ -220,8 +206,7 @@ def test_the_ranks_of_a_part_of_the_mesh(world: World) -> None:
     torch.testing.assert_close(synced(x.chunk(2)[part]), whole(x).chunk(2)[part], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(synced.running_var, whole.running_var, rtol=1e-12, atol=1e-12)
     assert type(shardrt.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)), mesh["dp"])[0]) is type(synced)
-    with pytest.raises(TypeError, match=r"DeviceMesh.* cannot be pickled"):
-        pickle.dumps(synced)
+    refused(r"DeviceMesh.* cannot be pickled", lambda: pickle.dumps(synced), TypeError)
 
 
 @on_ranks(2, 3)

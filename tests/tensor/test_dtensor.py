@@ -69,7 +69,7 @@ def arguments_of(op: torch._ops.OpOverload, tensors: Iterator[torch.Tensor]) -> 
 @on_ranks(2)
 def test_every_foreach_and_fused_operation_is_elementwise_or_refused(world: World) -> None:
     """What runs yields the values of the full tensors, in its results and in its arguments."""
-    ran, refused = set(), set()
+    ran, rejected = set(), set()
     for op in foreach_and_fused():
         fulls = [drawn(5, 6, seed=seed).abs() / 4 + 0.1 for seed in range(12)]
         plain_args, plain_kwargs = arguments_of(op, iter([full.clone() for full in fulls]))
@@ -80,7 +80,7 @@ def test_every_foreach_and_fused_operation_is_elementwise_or_refused(world: Worl
             if name != "_fused_rms_norm":  # composed of other operations
                 with pytest.raises(NotImplementedError, match=rf"aten\.{name}\.\w+ is not defined on sharded tensors"):
                     op(*args, **kwargs)
-                refused.add(name)
+                rejected.add(name)
             continue
         found, expected = op(*args, **kwargs), op(*plain_args, **plain_kwargs)
         ran.add(name)
@@ -90,7 +90,7 @@ def test_every_foreach_and_fused_operation_is_elementwise_or_refused(world: Worl
             if isinstance(other, torch.Tensor):
                 torch.testing.assert_close(whole(one), other, rtol=1e-12, atol=1e-12, equal_nan=True, msg=str(op))
     assert [name for name in FOREACH_AND_FUSED - ran if hasattr(torch.ops.aten, name)] == []
-    assert refused >= {"_foreach_max", "_foreach_powsum", "_fused_adam", "_fused_adamw", "_fused_dropout", "_fused_sgd"}
+    assert rejected >= {"_foreach_max", "_foreach_powsum", "_fused_adam", "_fused_adamw", "_fused_dropout", "_fused_sgd"}
 
 
 @on_ranks(2)
@@ -119,7 +119,7 @@ def test_operations_that_are_not_in_the_table_are_refused(world: World) -> None:
     full = drawn(5, 6)
     tensor, out = distribute_tensor(full, world.mesh, [Shard(0)]), torch.empty((), dtype=torch.float64)
     aten = torch.ops.aten
-    for refused in (
+    for wrong in (
         lambda: aten.native_group_norm(tensor, None, None, 5, 6, 1, 1, 1e-5),
         lambda: aten.native_dropout(tensor, 0.5, True),
         lambda: aten.rrelu_with_noise(tensor, torch.empty_like(tensor), 0.1, 0.3, True),
@@ -131,7 +131,7 @@ def test_operations_that_are_not_in_the_table_are_refused(world: World) -> None:
         lambda: aten._amp_foreach_non_finite_check_and_unscale([tensor], out, torch.tensor(0.5)),
     ):
         with pytest.raises(NotImplementedError, match=r"aten\.\w+\.\w+ is not defined on sharded tensors"):
-            refused()
+            wrong()
     first, second = (torch.rand_like(tensor, generator=torch.Generator().manual_seed(3)).full_tensor() for _ in range(2))
     assert torch.equal(first, second)
 
@@ -277,11 +277,11 @@ def test_deepcopy(world: World) -> None:
 @on_ranks(2)
 def test_pickling_raises_a_short_error(world: World) -> None:
     tensor = distribute_tensor(torch.ones(4, 2), world.mesh, [Shard(0)])
-    for refused in (lambda: pickle.dumps(tensor), lambda: torch.save({"weight": nn.Parameter(tensor)}, io.BytesIO())):
+    for wrong in (lambda: pickle.dumps(tensor), lambda: torch.save({"weight": nn.Parameter(tensor)}, io.BytesIO())):
         with pytest.raises(
             RuntimeError, match=r"of shape \(4, 2\)\) cannot be pickled.*full_tensor\(\).*torch\.save"
         ) as caught:
-            refused()
+            wrong()
         assert len(str(caught.value)) < 250
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import shardrt
-from ranks import on_ranks
+from ranks import on_ranks, refused
 from shardrt import Replicate, Shard
 from shardrt.comm import World
-from toys import OddMLP, batch, loss_of, refused, shard_blocks
+from toys import OddMLP, batch, loss_of, shard_blocks
 
 Tensors = list[torch.Tensor]
 

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 import shardrt
-from ranks import on_ranks
+from ranks import on_ranks, refused
 from shardrt.comm import DeviceMesh, World
 from shardrt.tensor.dtensor.dtensor import DTensor
 from shardrt.tensor.placement.placement import FlatShard, Partial, Placement, RaggedShard, Replicate, Shard
-from toys import OddMLP, batch, compare, loss_of, shard_blocks, without_scalars
+from toys import OddMLP, batch, compare, loss_of, paired, shard_blocks, without_scalars
 
 OPTIMIZERS = {
     "adadelta": lambda p, **o: torch.optim.Adadelta(p, **o),
@@ -132,8 +132,7 @@ def test_undefined_operations_raise(world: World) -> None:
         weight + bias
     with pytest.raises(ValueError, match="and a sharded tensor of shape"):
         weight + torch.ones(5)
-    with pytest.raises(RuntimeError, match="cannot be pickled"):
-        pickle.dumps(weight)
+    refused("cannot be pickled", lambda: pickle.dumps(weight), RuntimeError)
 
 
 @on_ranks(2, 3, 4)
@@ -174,9 +173,7 @@ def test_state_dict_in_memory(world: World) -> None:
 @on_ranks(1, 2, 3, 4)
 def test_clip_grad_norm(world: World, norm_type: float) -> None:
     for max_norm in (0.01, 1e6):
-        whole, sharded = OddMLP().double(), OddMLP().double()
-        sharded.load_state_dict(whole.state_dict())
-        shard_blocks(sharded)
+        whole, sharded = paired(OddMLP().double())
         loss_of(whole, batch(0)).backward()
         loss_of(sharded, batch(0).chunk(world.size)[world.rank]).backward()
         extra = nn.Parameter(torch.ones(3, dtype=torch.float64))  # a plain parameter, the same everywhere, counts once
@@ -194,8 +191,7 @@ def test_clip_grad_norm(world: World, norm_type: float) -> None:
     expected = nn.utils.clip_grad_norm_(weight, 0.001, norm_type, foreach=False)
     torch.testing.assert_close(shardrt.clip_grad_norm_(single, 0.001, norm_type, foreach=False), expected, rtol=1e-12, atol=0)
     torch.testing.assert_close(single.grad.full_tensor(), weight.grad, rtol=1e-12, atol=0)
-    with pytest.raises(ValueError, match="norm_type=0"):
-        shardrt.clip_grad_norm_(sharded.parameters(), 1.0, 0)
+    refused("norm_type=0", lambda: shardrt.clip_grad_norm_(sharded.parameters(), 1.0, 0))
 
 
 def on_several_meshes(world: World, whole: nn.Module) -> nn.Module:
@@ -244,8 +240,7 @@ def test_torchs_clipping_costs_a_collective(world: World) -> None:
     if world.rank == 1:
         for param in model.parameters():
             param.grad.to_local().fill_(float("nan"))
-    with pytest.raises(RuntimeError, match="non-finite"):
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    refused("non-finite", lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True), RuntimeError)
 
 
 # ---------------------------------------------------------------------- several axes, replicas, partial values
@@ -321,21 +316,20 @@ def test_partial_values(world: World) -> None:
     assert total.placements == (Partial(),)
     assert torch.equal(total.full_tensor(), 3 * whole)
     assert torch.equal(partial.mm(torch.eye(3)), whole)
-    for refused in (
+    for wrong in (
         lambda: partial * 2, lambda: partial.sqrt(), lambda: partial + 1, lambda: partial.sum(), lambda: partial.norm(),
         lambda: torch.ones_like(partial), lambda: partial.fill_(1), lambda: torch._foreach_add([partial], 1.0),
         lambda: partial > 0, lambda: torch._foreach_norm([partial]), lambda: partial.add_(torch.tensor(1.0)),
     ):  # fmt: skip
         for recording in (False, True):
             with torch.set_grad_enabled(recording), pytest.raises(NotImplementedError, match="is not defined on"):
-                refused()
+                wrong()
     highest = shardrt.DTensor.from_local(value, world.mesh, [Partial("max")])
     with pytest.raises(NotImplementedError, match="is not defined on"):
         highest + highest
     param = nn.Parameter(torch.zeros(2, 3))
     param.grad = partial.clone()
-    with pytest.raises(ValueError, match=r"a gradient of .*Partial.*not reduced yet"):
-        shardrt.clip_grad_norm_([param], 1.0)
+    refused(r"a gradient of .*Partial.*not reduced yet", lambda: shardrt.clip_grad_norm_([param], 1.0))
 
 
 @on_ranks(2)
