@@ -43,7 +43,7 @@ import subprocess
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -186,7 +186,7 @@ def test(arguments: list[str]) -> int:
     beside = ThreadPoolExecutor(1)
     try:
         overlay = beside.submit(set_up, OPEN_MPI)
-        checks = beside.submit(lambda: run_checks() if marks != "rest" else [])
+        checks = beside.submit(run_checks, {"not rest": CHECKS, "rest": LATER}.get(marks, [*CHECKS, *LATER]))
         outcomes = [run_step("pytest", lambda: tests(MPICH, arguments, marks))]
         if marks == "not rest" or arguments == ["--all"]:
             outcomes.append(run_step("pytest (no buckets)", test_without_buckets))
@@ -207,7 +207,7 @@ def check(arguments: list[str]) -> int:
     if arguments:
         fail(f"check: expected no arguments, found {shlex.join(arguments)}: test takes those of pytest")
     with ThreadPoolExecutor(1) as beside, tempfile.TemporaryDirectory() as folder:
-        checks = beside.submit(run_checks, without=("docs", "mypy (3.13)"))
+        checks = beside.submit(run_checks, [name for name in CHECKS if name != "docs"])
         outcomes = [run_step("pytest", lambda: run(MPICH, "pytest", *SIDE_BY_SIDE, "--no-processes", "-m", "not rest", "-q"))]
         job = training("2", ["--steps", "20", "--eval-batches", "1", "--out", folder])
         outcomes += [run_check("train", job), *checks.result()]
@@ -309,18 +309,20 @@ def run(venv: Venv, module: str, *arguments: str, **variables: str) -> int:
 # ---------------------------------------------------------------------- checks without ranks
 
 
-def run_checks(without: Sequence[str] = ()) -> list[Outcome]:
-    """Lint, format, types, imports and documents, except for some."""
-    imports = ["-c", "from importlinter.cli import lint_imports_command; lint_imports_command()", "--no-logo", "--no-cache"]
-    commands = {
-        "ruff check": ["-m", "ruff", "check", "."],
-        "ruff format": ["-m", "ruff", "format", "--check", "."],
-        "mypy": ["-m", "mypy"],
-        "mypy (3.13)": ["-m", "mypy", "--python-version", "3.13", *STANDARD_LIBRARY, "shardrt"],
-        "import-linter": [*imports, "--config", str(ROOT / "setup.cfg")],
-        "docs": ["-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "docs", "build/docs"],
-    }
-    return [run_check(name, command) for name, command in commands.items() if name not in without]
+_IMPORTS = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+CHECKS = {
+    "ruff check": ["-m", "ruff", "check", "."],
+    "ruff format": ["-m", "ruff", "format", "--check", "."],
+    "mypy": ["-m", "mypy"],
+    "import-linter": ["-c", _IMPORTS, "--no-logo", "--no-cache", "--config", str(ROOT / "setup.cfg")],
+    "docs": ["-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "docs", "build/docs"],
+}
+LATER = {"mypy (3.13)": ["-m", "mypy", "--python-version", "3.13", *STANDARD_LIBRARY, "shardrt"]}
+
+
+def run_checks(names: Iterable[str]) -> list[Outcome]:
+    """Lint, format, types, imports and documents."""
+    return [run_check(name, (CHECKS | LATER)[name]) for name in names]
 
 
 def run_check(name: str, command: list[str]) -> Outcome:

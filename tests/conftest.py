@@ -3,7 +3,6 @@
 import os
 import subprocess
 import tempfile
-from collections import defaultdict
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -69,14 +68,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def mark_rest(items: list[pytest.Item]) -> None:
-    """Of the cases of a test on ranks that run always, keep the first and the last; `rest` is for the others."""
-    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    """Of the cases of a test on ranks that run always, keep the first; `rest` is for the others."""
+    seen = set[str]()
     for item in items:
         if item.get_closest_marker("ranks") and not any(item.get_closest_marker(mark) for mark in ("rest", "all")):
-            cases[item.nodeid.partition("[")[0]].append(item)
-    for same in cases.values():
-        for item in same[1:-1]:
-            item.add_marker(pytest.mark.rest)
+            test = item.nodeid.partition("[")[0]
+            if test in seen:
+                item.add_marker(pytest.mark.rest)
+            seen.add(test)
 
 
 def group_of(item: pytest.Item) -> str | None:

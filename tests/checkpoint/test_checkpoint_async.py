@@ -36,6 +36,7 @@ def failing_writes(world: World, rank: int) -> Iterator[None]:
         yield
 
 
+@pytest.mark.rest
 @on_ranks(1, 2, 3)
 def test_what_is_saved_are_the_values_at_the_call(world: World) -> None:
     with shared_folder(world) as folder:

@@ -440,6 +440,7 @@ def test_a_slow_store_ends_no_job(how: str, naps: dict[str, float], tmp_path: Pa
     assert how == "save" or "for rank 1, which is at work" in done.stderr
 
 
+@pytest.mark.rest
 @on_ranks(1, 2)
 def test_training_waits_for_two_requests_of_an_asynchronous_save(world: World) -> None:
     """Which also deletes older checkpoints. The rest is asked for by the thread that writes."""

@@ -715,6 +715,7 @@ def in_allocation(slurm: Slurm, folder: Path, *options: str, seconds: float = 0.
     return Job(folder, *options, seconds=seconds, launcher=launcher, environment=slurm_environment(slurm))
 
 
+@pytest.mark.rest
 @pytest.mark.mpi
 @pytest.mark.slurm
 def test_a_job_goes_on_within_its_allocation(slurm: Slurm, uninterrupted: dict[str, Any], tmp_path: Path) -> None:

@@ -679,6 +679,7 @@ shardrt.finalize()
 """
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.all)])
 def test_models_of_transformers(tmp_path: Path, size: int) -> None:
     run_script(TRANSFORMERS.format(folder=str(tmp_path)), size, code=0)

@@ -263,6 +263,7 @@ def test_after_a_captured_step_nothing_is_copied_beside_it(world: World) -> None
             running.wait()
 
 
+@pytest.mark.rest
 @on_ranks(2)
 def test_a_load_waits(world: World) -> None:
     state = small_state(2)

@@ -36,6 +36,7 @@ def test_random_losses(jobs: int) -> None:
     assert found["with losses"] >= jobs / 2
 
 
+@pytest.mark.rest
 @pytest.mark.mpi
 def test_a_group_leaves_with_a_rank_of_it(tmp_path: Path) -> None:
     """The other tensor-parallel group goes on, and a timeline shows it."""
@@ -52,6 +53,7 @@ def test_a_group_leaves_with_a_rank_of_it(tmp_path: Path) -> None:
         assert len([span for span in spans if span["name"].startswith("forward")]) > 12
 
 
+@pytest.mark.rest
 @pytest.mark.mpi
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for mount namespaces")
 @pytest.mark.parametrize("width", [64, 2400])  # files of one message, and of two
@@ -73,6 +75,7 @@ def test_copies_outlive_nodes(tmp_path: Path, width: int) -> None:
     assert steps[0] in (3, 6)  # where a copy was taken
 
 
+@pytest.mark.rest
 @pytest.mark.mpi
 def test_every_group_has_lost_a_rank(tmp_path: Path) -> None:
     done = run_job(tmp_path, "--mesh", "tp", "--fault", "0:kill:5:5", "--fault", "3:kill:5:5")
@@ -91,6 +94,7 @@ def run_job(folder: Path, *options: str, timeout: str = "600") -> subprocess.Com
     return subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.rest
 @pytest.mark.mpi
 def test_lost_ranks_are_replaced() -> None:
     if launch.loaded_mpi() is not launch.Mpi.OPEN_MPI:
@@ -131,6 +135,7 @@ with shardrt.Run(os.path.join(sys.argv[1], "run"), build, survive=shardrt.Surviv
 """
 
 
+@pytest.mark.rest
 @pytest.mark.mpi
 def test_the_exit_code_after_a_replacement(tmp_path: Path) -> None:
     """It is that of the program, though no rank makes the end of MPI."""

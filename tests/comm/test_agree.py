@@ -415,6 +415,7 @@ def test_a_save_in_a_block(world: World) -> None:
         assert [path.name for path in folder.iterdir()] == ["step-2"]
 
 
+@pytest.mark.rest
 def test_waits_that_cannot_be_interrupted() -> None:
     """Where calls are not compared, the job ends in seconds, with the exception."""
     source = """

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from marks import rest
 from ranks import FRESH, on_ranks, rank_environment, run_job, run_script, site
 from shardrt.comm import World
 from shardrt.comm.ending import processes
@@ -104,17 +105,19 @@ def test_without_a_launcher() -> None:
         ({"PMI_SIZE": "3"}, True),
         ({"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}, True),
         ({"SLURM_NTASKS": "2"}, False),  # a batch script or a shell inside an allocation, not a task
-        ({"OMPI_COMM_WORLD_SIZE": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}, False),
         ({"WORLD_SIZE": "2", "RANK": "0"}, True),  # torchrun, Ray Train
-        ({"PMI_SIZE": "1", "WORLD_SIZE": "2", "RANK": "0"}, True),
-        ({"WORLD_SIZE": "2"}, False),
-        ({"WORLD_SIZE": "1", "RANK": "0"}, False),
-        ({"FLUX_JOB_SIZE": "2", "FLUX_TASK_RANK": "0"}, True),
-        ({"JSM_NAMESPACE_SIZE": "2", "JSM_NAMESPACE_RANK": "0"}, True),
-        ({"MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_RANK": "0"}, True),
-        ({"PMIX_RANK": "1"}, True),
-        ({"PALS_RANKID": "3"}, True),
-        ({"PMIX_RANK": "0"}, False),  # it may be alone
+        *rest(
+            ({"OMPI_COMM_WORLD_SIZE": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}, False),
+            ({"PMI_SIZE": "1", "WORLD_SIZE": "2", "RANK": "0"}, True),
+            ({"WORLD_SIZE": "2"}, False),
+            ({"WORLD_SIZE": "1", "RANK": "0"}, False),
+            ({"FLUX_JOB_SIZE": "2", "FLUX_TASK_RANK": "0"}, True),
+            ({"JSM_NAMESPACE_SIZE": "2", "JSM_NAMESPACE_RANK": "0"}, True),
+            ({"MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_RANK": "0"}, True),
+            ({"PMIX_RANK": "1"}, True),
+            ({"PALS_RANKID": "3"}, True),
+            ({"PMIX_RANK": "0"}, False),  # it may be alone
+        ),
     ],
 )
 def test_a_job_that_fell_apart_is_refused(variables: dict[str, str], refused: bool) -> None:
@@ -154,6 +157,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "statement", ["fail()", "threading.Thread(target=fail, name='helper').start()"], ids=["main", "thread"]
 )
@@ -314,7 +318,7 @@ def test_another_device_is_refused_later() -> None:
     assert "init(device='cuda'): this world's device is cpu, and a process has one world" in done.stderr
 
 
-@pytest.mark.parametrize("level", ["multiple", "funneled"])
+@pytest.mark.parametrize("level", ["multiple", *rest("funneled")])
 def test_mpi_that_the_program_started(level: str) -> None:
     """It stays the program's to end. Threads need MPI_THREAD_MULTIPLE."""
     source = f"""
@@ -434,10 +438,12 @@ def test_init_binds_gpus() -> None:
     ("seen", "device", "error"),
     [
         (["A", "BA"], "cuda", "SharedGpuError: ranks 0, 1 of host .*: expected one for each rank"),
-        (
-            ["ABC", "AB"],
-            "cuda:2",
-            r"SettingsError: init\(device='cuda:2'\) on rank 1: expected 'cuda', or a number below 2, the GPUs that torch sees",
+        *rest(
+            (
+                ["ABC", "AB"],
+                "cuda:2",
+                r"SettingsError: init\(device='cuda:2'\) on rank 1: expected 'cuda', or a number below 2, the GPUs that torch",
+            )
         ),
     ],
 )

@@ -113,8 +113,10 @@ for count in (2, 1 if world.rank == 1 else 3, 2):
     ("sync", "node_memory", "places"),
     [
         ("last", "1", "r.*: in forward 1 of step 2, whose gradients wait for more; rank 1: in forward 1 of step 2"),
-        ("last", "0", "r.*: in forward 2 of step 2, whose gradients wait for more; rank 1: in forward 1 of step 2"),
-        ("every", "0", "r.*: in forward 1 of step 3; rank 1: after step 3"),
+        *rest(
+            ("last", "0", "r.*: in forward 2 of step 2, whose gradients wait for more; rank 1: in forward 1 of step 2"),
+            ("every", "0", "r.*: in forward 1 of step 3; rank 1: after step 3"),
+        ),
     ],
 )
 def test_ranks_with_unequal_numbers_of_micro_batches(sync: str, node_memory: str, places: str) -> None:
@@ -132,6 +134,7 @@ def test_a_rank_that_leaves_early() -> None:
     assert "script.py:12 in all_reduce; in #1 finalize on 'world'" in line
 
 
+@pytest.mark.rest
 def test_a_rank_that_leaves_through_os_exit() -> None:
     done = run_script(FAULT.format(fault="os._exit(0)"), 3, FRESH, code=17)
     assert reports(done.stderr, "[1] rank 1: os._exit(0) before shardrt.finalize(), no communication under way")
@@ -195,6 +198,7 @@ def test_a_handler_of_the_programs_stays() -> None:
     assert done.returncode == 5
 
 
+@pytest.mark.rest
 def test_ranks_do_not_outlive_their_launcher() -> None:
     source = SIGNALS.format(signal="SIGUSR1", to=":0", then="world.barrier()", prepare="")
     with start(2, ["-c", source], FRESH, stdout=subprocess.PIPE) as process:
@@ -245,7 +249,7 @@ def test_ranks_in_different_operations() -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("per_node", ["2", "1"])
+@pytest.mark.parametrize("per_node", ["2", *rest("1")])
 def test_a_collective_that_one_rank_leaves_out(per_node: str) -> None:
     """It begins with the split of the world that makes its communicator."""
     source = """

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import pytest
 
-from marks import rest
 from ranks import DEADLINE_S, FRESH, run_job, run_script, site
 from shardrt.comm.ending.guard.node import Neighbour, RankPhase, RankPlace
 from shardrt.comm.ending.guard.watch import Election
@@ -374,9 +373,10 @@ def test_it():
 """
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("fault", "says"),
-    [*rest(("return", "[0] missing rank 1: ")), ("os.kill(os.getpid(), 9)", "[1] rank 1: host ")],
+    [("return", "[0] missing rank 1: "), ("os.kill(os.getpid(), 9)", "[1] rank 1: host ")],
     ids=["watchdog", "guard"],
 )
 def test_reports_of_tests(fault: str, says: str, tmp_path: Path) -> None:

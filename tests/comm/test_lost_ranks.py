@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from mpi4py import MPI
 
+from marks import rest
 from ranks import DEADLINE_S, on_ranks, rank_environment, refused
 from shardrt import launch
 from shardrt.comm import RankLost, World
@@ -117,9 +118,11 @@ print(f"rank {world.rank} of {world.size} at the end")
     "settings",
     [
         {},
-        {"SHARDRT_HOST_STREAMS": "threaded"},
-        {"SHARDRT_RANKS_PER_NODE": "2"},
-        {"SHARDRT_RANKS_PER_NODE": "2", "SHARDRT_CHECK": "0"},
+        *rest(
+            {"SHARDRT_HOST_STREAMS": "threaded"},
+            {"SHARDRT_RANKS_PER_NODE": "2"},
+            {"SHARDRT_RANKS_PER_NODE": "2", "SHARDRT_CHECK": "0"},
+        ),
     ],
     ids=" ".join,
 )
@@ -164,9 +167,11 @@ def test_a_rank_that_hangs_is_killed(tmp_path: Path) -> None:
     ("ending", "code"),
     [
         ("raise ValueError(world.rank)", 1),  # on every rank: none is left
-        ("os.kill(os.getpid(), 9) if world.rank == 1 else world.comm.exchange(time.sleep(1))", 17),  # nobody recovers
-        ("os.kill(os.getpid(), 9)", 17),
-        ("world.recover()", 1),
+        *rest(
+            ("os.kill(os.getpid(), 9) if world.rank == 1 else world.comm.exchange(time.sleep(1))", 17),  # nobody recovers
+            ("os.kill(os.getpid(), 9)", 17),
+            ("world.recover()", 1),
+        ),
     ],
     ids=["all raise", "nobody recovers", "all are killed", "nothing is lost"],
 )

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from marks import usually
+from marks import rest, usually
 from ranks import FRESH, run_script
 
 pytestmark = pytest.mark.mpi
@@ -105,7 +105,9 @@ def test_a_clock_that_is_set() -> None:
 @pytest.mark.parametrize(
     ("last", "patience", "says"),
     [
-        ("work(60) if world.rank == 0 else world.barrier()", "4", r"waited [4-9] s in .* \(limit 4 s, SHARDRT_PATIENCE\)"),
+        *rest(
+            ("work(60) if world.rank == 0 else world.barrier()", "4", r"waited [4-9] s in .* \(limit 4 s, SHARDRT_PATIENCE\)")
+        ),
         ("(one, two)[world.rank].exchange(None)", "3600", r"waited 1 s in .*, and no rank can go on: rank \d cannot come"),
     ],
     ids=["for too long", "in a circle"],

@@ -305,6 +305,7 @@ def test_entry_point(script: str) -> None:
 # ---------------------------------------------------------------------- soaks
 
 
+@pytest.mark.rest
 @on_ranks(3, more=(1,))
 def test_soak_has_one_digest_for_one_seed(world: World) -> None:
     digests = []

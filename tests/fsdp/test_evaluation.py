@@ -296,6 +296,7 @@ USES: dict[Callable[[Any, Alone, int, torch.Tensor], None], tuple[int, ...]] = {
 }
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])
 @on_ranks(2, more=(3,))
 def test_ranks_run_different_numbers_of_forwards_in_unsharded(world: World, reshard_after_forward: bool | None) -> None:

@@ -20,6 +20,7 @@ def sheet(monkeypatch: pytest.MonkeyPatch) -> Sheet:
     return load_sheet("h100")
 
 
+@pytest.mark.rest
 def test_parts_add_up_to_the_step(sheet: Sheet) -> None:
     """Before, the parts that the planner knows are its step, at least; what a change removes is no more afterwards."""
     found = gpu_forecast.planned(sheet)

@@ -853,6 +853,7 @@ def networks_take_turns(world: World, rows: torch.Tensor) -> None:
         fit(own, ShardedStrategy())
 
 
+@pytest.mark.rest
 def test_lightning(tmp_path: Path) -> None:
     run_on_ranks("train_with_lightning", tmp_path, "lightning")
 

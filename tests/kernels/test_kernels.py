@@ -514,6 +514,7 @@ ALWAYS = ("sm_90", CUDA_13)
 OTHERS = sorted(set(itertools.product(("sm_80", "sm_90", "sm_100"), (CUDA_12, CUDA_13))) - {ALWAYS})
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("arch", "wheel"), [ALWAYS, *(pytest.param(*each, marks=pytest.mark.all) for each in OTHERS)])
 def test_kernels_compile(arch: str, wheel: str) -> None:
     """To machine code, with the options of CuPy, without a word from the compiler, of spills too; all names are symbols."""

@@ -98,6 +98,7 @@ def test_as_torch_on_one_process(world: World, balanced: bool, masked: bool, sco
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.rest
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("balanced", [True, False])

@@ -341,6 +341,7 @@ def test_the_context_of_loss_parallel(world: World) -> None:
     torch.testing.assert_close(found, F.cross_entropy(logits, labels))
 
 
+@pytest.mark.rest
 @on_ranks(4, more=(2,))
 def test_logits_on_a_mesh_of_several_axes(world: World) -> None:
     """Classes over one axis, rows over the other or whole there; the sums are those over all rows, and nothing is gathered."""

@@ -322,6 +322,7 @@ def test_scripts_look_for_the_checkout_before_they_import_shardrt() -> None:
     assert benches | {"options.py", "train.py", "matrix.py", "gpu_check.py", "table.py", "gpu_forecast.py"} == set(found)
 
 
+@pytest.mark.rest
 def test_feature_table(capsys: pytest.CaptureFixture[str]) -> None:
     parity.main()
     head, *rows = capsys.readouterr().out.splitlines()

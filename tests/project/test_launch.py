@@ -413,6 +413,7 @@ world.barrier()
 """
 
 
+@pytest.mark.rest
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("number", "words"),
@@ -441,6 +442,7 @@ os.kill(os.getpid(), signal.SIGUSR1)
 """
 
 
+@pytest.mark.rest
 def test_sigusr1_ends_a_rank_that_does_not_handle_it(script: Callable[[str], Path]) -> None:
     """MPICH would ignore it."""
     done = run(*FILE, "--launcher", "mpirun", "-n", "1", script(UNHANDLED))
@@ -467,6 +469,7 @@ shardrt.init("cpu")
 """
 
 
+@pytest.mark.rest
 @pytest.mark.mpi
 def test_a_rank_that_does_not_come_ends_the_job_with_17(script: Callable[[str], Path]) -> None:
     environment = {**rank_environment(), "SHARDRT_START_TIMEOUT": "1"}
@@ -842,8 +845,9 @@ shardrt.world().barrier()
 MORE = [pytest.param(ranks, "job", marks=pytest.mark.all) for ranks in (1, 2)]
 
 
+@pytest.mark.rest
 @pytest.mark.mpi
-@pytest.mark.parametrize(("ranks", "kind"), [(2, "child"), *MORE, *rest((1, "launched"))])
+@pytest.mark.parametrize(("ranks", "kind"), [(2, "child"), *MORE, (1, "launched")])
 def test_what_a_rank_starts_ends_no_job_but_its_own(ranks: int, kind: str, tmp_path: Path) -> None:
     (tmp_path / "trial.py").write_text(TRIAL)
     (tmp_path / "rank.py").write_text(RANK)
@@ -889,6 +893,7 @@ os.write(1, f"{os.environ['SLURMD_NODENAME']}, {os.environ['OMP_NUM_THREADS']} t
 """
 
 
+@pytest.mark.rest
 @pytest.mark.slurm
 def test_srun_over_two_nodes(slurm: Slurm, script: Callable[[str], Path]) -> None:
     if site().mpi is Mpi.OPEN_MPI:
@@ -912,6 +917,7 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.rest
 @pytest.mark.mpi
 @pytest.mark.slurm
 def test_a_killed_rank_ends_the_srun_job(slurm: Slurm, script: Callable[[str], Path]) -> None:

@@ -226,6 +226,7 @@ def test_wheel_with_its_mpi_alone_trains_on_two_ranks(wheel: Path, torch: str) -
         assert execute(launched, cwd=Path(folder), env=clean_environment()) == "2 None\n"
 
 
+@pytest.mark.rest
 def test_editable_install_imports_the_checkout(checkout: Path, python: Python, tmp_path: Path) -> None:
     python.install("--editable", str(checkout))
     files = [str(checkout / folder / "__init__.py") for folder in FOLDERS.values()]

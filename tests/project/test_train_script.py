@@ -152,6 +152,7 @@ def alone_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]
     return cache(lambda model: train(tmp_path_factory.mktemp("alone"), 1, f"{FEW} {model}"))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("ranks", "model", "split"),
     [
