@@ -173,7 +173,9 @@ class Outcome:
 def test(arguments: list[str]) -> int:
     """Run every step, also after a failure, then print a summary. Steps that need one core run beside the tests."""
     tests, marks = run_tests, ""
-    if arguments == ["--rest"]:
+    if "--rest" in arguments:
+        if len(arguments) > 1:
+            fail(f"test --rest: expected no other arguments, found {shlex.join(arguments)}")
         marks, arguments = "rest", []
     elif arguments[:1] == ["--changed"]:
         if len(arguments) > 2:

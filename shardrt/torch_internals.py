@@ -119,6 +119,8 @@ _HookGetter = Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], torch.
 grad_hooks: _HookGetter = attrgetter("_backward_hooks")
 post_accumulate_grad_hooks: _HookGetter = attrgetter("_post_accumulate_grad_hooks")
 
+is_zero_tensor: Callable[[torch.Tensor], bool] = of_torch("torch._is_zerotensor")  # it has no memory: autograd's zeros
+
 # Inside, writes to a tensor do not count as modifications.
 preserve_version: Callable[[torch.Tensor], AbstractContextManager[None]] = of_torch(
     "torch.autograd.grad_mode._unsafe_preserve_version_counter"

@@ -60,6 +60,7 @@ FAILS_WITHOUT = {
     "torch.overrides._pop_mode": f"flex_attention in {_CONTEXT}",
     "torch.overrides._push_mode": f"flex_attention in {_CONTEXT}",
     "torch._C._nn.scaled_dot_product_attention": f"{_CONTEXT}, where a library has replaced torch's attention",
+    "torch._is_zerotensor": "changes of a DTensor's placements",
     "torch.autograd.grad_mode._unsafe_preserve_version_counter": "fsdp_post_all_gather of parameters",
     "torch.UntypedStorage._cdata": _RUN,
     "torch.UntypedStorage._swap_data_ptr_": "one copy of the parameters per node, and large buffers that keep their memory",

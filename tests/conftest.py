@@ -51,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before that of xdist, which reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what only `--all` runs, or what needs ranks; with several processes, start the longest groups first."""
+    """Mark the rest; deselect what only `--all` runs, or what needs ranks or Slurm; start the longest groups first."""
     mark_rest(items)
     unwanted = [] if config.getoption("--all") else ["all"]
     unwanted += ["ranks", "slurm"] if config.getoption("--no-processes") else []

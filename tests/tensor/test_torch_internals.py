@@ -302,6 +302,7 @@ ALLOWED = {
 }
 OF_INSTANCES = {  # as written, and where it belongs
     "_backward_hooks": "torch.Tensor",
+    "_is_zerotensor": "torch",
     "_post_accumulate_grad_hooks": "torch.Tensor",
     "_cdata": "torch.UntypedStorage",
     "_swap_data_ptr_": "torch.UntypedStorage",

@@ -25,7 +25,7 @@ from ...torch_internals import clip_lists_of
 from ..dtensor import dtensor
 from ..dtensor.replaced import check_not_replaced
 from ..placement.snapshots import wait_to_step
-from . import other_optimizers as local_optimizers
+from . import other_optimizers
 from .elementwise_optimizers import exchange_steps
 
 
@@ -41,11 +41,11 @@ def install() -> None:
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     check_not_replaced(optimizer)
     wait_to_step(optimizer)
-    return local_optimizers.begin_step(optimizer, args, kwargs)
+    return other_optimizers.begin_step(optimizer, args, kwargs)
 
 
 def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    local_optimizers.end_step(optimizer, args, kwargs)
+    other_optimizers.end_step(optimizer, args, kwargs)
     progress.end_step()
     if type(optimizer).__module__.startswith("torch.optim."):
         return

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...comm import Communicator, ReduceOp, Work, current_stream
+from ...torch_internals import is_zero_tensor
 from .placement import (
     FlatShard,
     Partial,
@@ -131,7 +132,7 @@ class Change(NamedTuple):
         """Collective. run: makes the call of a change that is one, in the place of `and_wait`, and its result is returned."""
         if self.old == self.new:
             return local
-        if local._is_zerotensor() or local.is_conj() or local.is_neg():  # its memory has other values, or there is none
+        if is_zero_tensor(local) or local.is_conj() or local.is_neg():  # its memory has other values, or there is none
             local = local.new_empty(local.shape).copy_(local)
         return _by(*map(type, self[2:]))(self, local, run or and_wait)
 

@@ -1,4 +1,4 @@
-"""What a checkpoint folder holds: reads the `.metadata` that `metadata_pickle.py` or torch's DCP wrote.
+"""What a checkpoint folder holds: reads the `.metadata` that `metadata_writer.py` or torch's DCP wrote.
 
 One of shardrt is read by its index: only lists of names are unpickled, and a tensor's chunks are read when it is asked for.
 """
