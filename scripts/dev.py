@@ -190,8 +190,8 @@ def test(arguments: list[str]) -> int:
         overlay = beside.submit(set_up, OPEN_MPI)
         checks = beside.submit(run_checks, {"not rest": CHECKS, "rest": LATER}.get(marks, [*CHECKS, *LATER]))
         outcomes = [run_step("pytest", lambda: tests(MPICH, arguments, marks))]
-        if marks == "not rest" or arguments == ["--all"]:
-            outcomes.append(run_step("pytest (no buckets)", test_without_buckets))
+        if marks or arguments == ["--all"]:
+            outcomes.append(run_step("pytest (no buckets)", lambda: test_without_buckets(marks)))
         # Cost: without this variable, waiting ranks occupy cores that other jobs need, since mpirun counts only its own ranks.
         yields, mpi = {"OMPI_MCA_mpi_yield_when_idle": "1"}, both("mpi", marks)
         outcomes.append(run_step("pytest (Open MPI)", lambda: overlay.result() or tests(OPEN_MPI, arguments, mpi, **yields)))
@@ -244,7 +244,8 @@ def run_tests(venv: Venv, arguments: list[str], marks: str, **variables: str) ->
 
     Hazard: beside other jobs of MPICH, MPI_Init of four ranks under srun fails with "out of memory".
     """
-    several = run_some(venv, *SIDE_BY_SIDE, *arguments, "-m", both(marks, "not slurm"), **variables)
+    run_side_by_side = run_pytest if marks == "not rest" else run_some
+    several = run_side_by_side(venv, *SIDE_BY_SIDE, *arguments, "-m", both(marks, "not slurm"), **variables)
     return run_some(venv, *arguments, "-m", both(marks, "slurm"), **variables) or several
 
 
@@ -279,9 +280,9 @@ def run_pytest(venv: Venv, *arguments: str, **variables: str) -> int:
     return run(venv, "pytest", *arguments, **variables)
 
 
-def test_without_buckets() -> int:
-    """Run tests of modules and training, on several ranks, with groups that are all large ones."""
-    several = ("-k", "2ranks or 3ranks", "-m", "not rest")
+def test_without_buckets(marks: str) -> int:
+    """Run tests of modules and training with these marks, on several ranks, with groups that are all large ones."""
+    several = ("-k", "2ranks or 3ranks", *(("-m", marks) if marks else ()))
     others = {"SHARDRT_TEST_BUCKET_BYTES": "1", "SHARDRT_NODE_MEMORY": "0"}
     return run(MPICH, "pytest", *SIDE_BY_SIDE, *WITHOUT_BUCKETS, *several, **others)
 

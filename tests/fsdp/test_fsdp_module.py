@@ -448,7 +448,7 @@ class Counting:
         self.memory: list[torch.Tensor] = []
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        self.memory.append(torch.zeros(nbytes, dtype=torch.uint8, device=device))
+        self.memory.append(torch.full((nbytes,), 255, dtype=torch.uint8, device=device))  # NaNs
         return self.memory[-1]
 
     def __call__(self, out: torch.Tensor, inp: torch.Tensor, *args: object) -> Work:
@@ -460,6 +460,7 @@ class Counting:
             assert isinstance(stream, Stream)
             return comm.all_gather(out, inp, stream=stream)
         op, comm, stream = args
+        assert inp.isfinite().all(), "its padding is zero"
         return comm.reduce_scatter(out, inp, op, stream=stream)
 
     @staticmethod

@@ -111,7 +111,7 @@ class Conv(nn.Module):
 
 
 @pytest.mark.parametrize(("kind", "dim"), [*((OddMLP, dim) for dim in (0, 1, -1)), *((Conv, dim) for dim in (0, 1, 2))])
-@on_ranks(2, 3, more=(1, 4))
+@on_ranks(2, 3, 4, more=(1,))
 def test_shard_dims(world: World, kind: type[nn.Module], dim: int) -> None:
     def placement(param: nn.Parameter) -> shardrt.Shard:
         return shardrt.Shard(dim if param.dim() > 1 else 0)

@@ -215,12 +215,10 @@ PRINTED = {
 }
 
 
-_IN_EVERY_RUN = ("tensor_parallel", "custom_collective")
+_MARKS: dict[str, list[pytest.MarkDecorator]] = {"tensor_parallel": [], "custom_collective": [], "pipeline": [pytest.mark.rest]}
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in _IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.all) for name in PRINTED]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_MARKS.get(name, [pytest.mark.all])) for name in PRINTED])
 def test_a_task_in_training(name: str) -> None:
     ranks, line = PRINTED[name]
     out = run_example(EXAMPLES / f"{name}.py", ranks=ranks)

@@ -99,6 +99,7 @@ def flip(folder: Path, chunk: StoredChunk, at: int) -> None:
             return file.read(nbytes)
 
         item = read_item(read, chunk.length, "test")
+        assert -item.data_nbytes <= at < item.data_nbytes
         place = item.data_start + at % item.data_nbytes
         byte = read(place, 1)[0] ^ 4
         file.seek(chunk.offset + place)

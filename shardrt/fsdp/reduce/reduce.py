@@ -89,7 +89,8 @@ class GradientReduction:
     _in_comm_buffer: PackBuffer | None  # a buffer that the communicator sends without a copy
 
     def __init__(self, spec: ReductionSpec) -> None:
-        self._spec, comm, dtype, buffers, comm_buffer = spec, spec.comm, spec.dtype, spec.buffers, spec.comm_buffer
+        self._spec = replace(spec, comm_buffer=None)  # one that is too small is not kept
+        comm, dtype, buffers, comm_buffer = spec.comm, spec.dtype, spec.buffers, spec.comm_buffer
         trainable = [index for index, param in enumerate(spec.params) if param in spec.chosen]
         self.params = [spec.params[index] for index in trainable]
         self._divides_at_pack = comm.multiplies_terms
