@@ -13,7 +13,6 @@ import torch
 from mpi4py import MPI
 
 from checkpoints import shared_folder
-from marks import rest
 from ranks import on_ranks, refused, run_script
 from shardrt import checkpoint
 from shardrt.comm import Communicator, ReduceOp, RemoteError, World, new_stream
@@ -91,7 +90,7 @@ WAITS: dict[str, Call] = {
 }
 
 
-@pytest.mark.parametrize("nodes", ["several nodes", *rest("one node")])
+@pytest.mark.parametrize("nodes", ["several nodes", "one node"])
 @on_ranks(3, more=(2,))
 def test_it_interrupts_whatever_waits_for_the_rank(world: World, nodes: str) -> None:
     """All go on together: the next calls of every communicator work, and have the same numbers on all ranks."""
@@ -121,7 +120,7 @@ def test_it_interrupts_whatever_waits_for_the_rank(world: World, nodes: str) -> 
                     to_itself(part, 3)
 
 
-@pytest.mark.parametrize("nodes", ["several nodes", *rest("one node")])
+@pytest.mark.parametrize("nodes", ["several nodes", "one node"])
 @on_ranks(2, more=(3,))
 def test_calls_of_its_own_threads_do_not_hold_up_a_rank_that_fails(world: World, nodes: str) -> None:
     """Rank 1 fails while its threads send, receive, or are in a collective that the others come to later."""
@@ -175,7 +174,7 @@ class Beside(Thread):
                 sleep(0.002 * (1 + self.own.rank))
 
 
-@pytest.mark.parametrize("nodes", ["several nodes", *rest("one node")])
+@pytest.mark.parametrize("nodes", ["several nodes", "one node"])
 @on_ranks(2, 3)
 def test_a_thread_beside_the_block_goes_on(world: World, nodes: str) -> None:
     """It has a communicator of its own. Once it has ended, a block may use that."""
@@ -268,7 +267,7 @@ def test_an_exception_that_causes_itself() -> None:
     assert Failure.of(error, 0).is_consequence
 
 
-@pytest.mark.parametrize("nodes", ["several nodes", *rest("one node")])
+@pytest.mark.parametrize("nodes", ["several nodes", "one node"])
 @on_ranks(3)
 def test_ranks_that_wait_for_those_that_wait(world: World, nodes: str) -> None:
     """Rank 0 waits for rank 1, in a call or at the end of a block of their own; rank 1 waits for rank 2, which has failed."""

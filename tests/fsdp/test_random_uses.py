@@ -3,14 +3,13 @@
 import pytest
 
 import uses
-from marks import rest
 from ranks import on_ranks
 from shardrt.comm import World
 
 DRAWS, PARTS = 75, 3  # for each number of ranks, and the tests that share them
 
 
-@pytest.mark.parametrize("part", [0, *rest(*range(1, PARTS))])
+@pytest.mark.parametrize("part", range(PARTS))
 @on_ranks(1, 2, 3, 4)
 def test_random_uses(world: World, part: int) -> None:
     """`mpirun -n RANKS python tests/support/uses.py SEED 1` repeats one of them alone."""

@@ -265,10 +265,11 @@ def check_backward(
 
 @contextmanager
 def logged() -> Iterator[list[str]]:
-    """What the package logs in the block."""
+    """The warnings that the package logs in the block."""
     lines: list[str] = []
     handler = logging.Handler()
     vars(handler).update(emit=lambda record: lines.append(record.getMessage()))
+    handler.addFilter(lambda record: record.levelno == logging.WARNING)
     logging.getLogger("shardrt").addHandler(handler)
     try:
         yield lines

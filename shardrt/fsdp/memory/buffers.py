@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -319,21 +319,21 @@ class BufferMaker:
     device: torch.device
     memory: MemoryCounter
     group: HasName
-    _made: list[FlatBuffer] = field(default_factory=list, init=False)
+    _made: WeakSet[FlatBuffer] = field(default_factory=WeakSet, init=False)
 
     def make(self, kind: BufferKind, nbytes: int, *, pool: Pool | None = None) -> FlatBuffer:
         """A flat buffer with a storage of its own."""
-        self._made.append(made := FlatBuffer(nbytes, self.device, self.memory, kind, self.group, pool=pool))
+        self._made.add(made := FlatBuffer(nbytes, self.device, self.memory, kind, self.group, pool=pool))
         return made
 
     def make_in(self, comm_buffer: CommBuffer, kind: BufferKind, nbytes: int) -> CommFlatBuffer:
         """A flat buffer at the beginning of `comm_buffer`."""
-        self._made.append(made := CommFlatBuffer(nbytes, comm_buffer, self.memory, kind, self.group))
+        self._made.add(made := CommFlatBuffer(nbytes, comm_buffer, self.memory, kind, self.group))
         return made
 
     def release(self) -> None:
-        """Free all buffers that it has made, after a failure."""
-        for buffer in self._made:
+        """Free all buffers that it has made and that are still there, after a failure."""
+        for buffer in list(self._made):
             buffer.release()
 
 

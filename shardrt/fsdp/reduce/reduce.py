@@ -82,8 +82,8 @@ class GradientReduction:
     _ranks: int  # the number of ranks that are averaged over
     _everything: frozenset[int]  # the positions of all parameters
     _own: Sequence[GradRange]  # of this rank's segment
-    _accumulated: Accumulated | KeptGrads | PackedGrads | None  # not published; written by pack(), publish() and discard()
-    _partial_grads: PartialGrads | None  # what is in `_partial`; written by publish() and discard()
+    _accumulated: Accumulated | KeptGrads | PackedGrads | None  # not published; written by the verbs below
+    _partial_grads: PartialGrads | None  # what is in `_partial`; written by the verbs below
     _partial: PackBuffer  # (s,)
     _ordinary: PackBuffer
     _in_comm_buffer: PackBuffer | None  # a buffer that the communicator sends without a copy
