@@ -19,7 +19,7 @@ import torch
 from ranks import refused
 from shardrt.checkpoint import CheckpointError, DamagedCheckpointError
 from shardrt.checkpoint.disk.files import METADATA, bytes_of
-from shardrt.checkpoint.formats.dcp import metadata_reader as metadata
+from shardrt.checkpoint.formats.dcp import metadata_reader
 from shardrt.checkpoint.formats.dcp.metadata_reader import read_stored
 from shardrt.checkpoint.formats.dcp.metadata_writer import INDEX_KEY, MetadataWriter, ending
 from shardrt.checkpoint.formats.dcp.metadata_writer import Path as Keys
@@ -400,7 +400,7 @@ class TestMetadata:
                             assert values[name] is not None
 
     def test_large_metadata_is_read_in_parts(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(metadata, "SMALL", 0)
+        monkeypatch.setattr(metadata_reader, "SMALL", 0)
         folder = ours(tmp_path / "one")
         assert_same(read_stored(folder), FileSystemReader(folder).read_metadata())
         stored = read_stored(folder)

@@ -29,7 +29,7 @@ import shardrt
 from ranks import job, on_ranks, rank_environment, refused, settings_of, wait_for
 from shardrt import checkpoint, launch
 from shardrt.checkpoint.run import saves
-from shardrt.checkpoint.run import signals as stop
+from shardrt.checkpoint.run import signals as stop_signals
 from shardrt.checkpoint.run.random_state import RandomState
 from shardrt.checkpoint.run.signals import Noted, StopSignals
 from shardrt.checkpoint.saving.writing import Prepared
@@ -138,7 +138,7 @@ def test_a_second_sigterm_ends_a_job_whose_main_thread_hangs(world: shardrt.Worl
         exit_handlers.ExitHandlers(0, aborter, lambda: "nothing", lambda reason: None, Timing())
         lock = ctypes.create_string_buffer(64)  # a pthread_mutex_t
         code = f"sleep 0.1; kill -USR1 {os.getpid()}; sleep 0.2; kill -TERM {os.getpid()}"
-        with mock.patch.object(stop, "_REPEATS_S", 0.1), StopSignals(Noted()), subprocess.Popen(["sh", "-c", code]):
+        with mock.patch.object(stop_signals, "_REPEATS_S", 0.1), StopSignals(Noted()), subprocess.Popen(["sh", "-c", code]):
             while True:
                 ctypes.CDLL(None).pthread_mutex_lock(lock)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 143
@@ -360,7 +360,7 @@ def test_saves_by_the_clock_of_rank_0(world: shardrt.World, tmp_path: Path) -> N
 def test_a_signal_and_a_save_that_is_due_in_one_step(world: shardrt.World, tmp_path: Path) -> None:
     comm = world.mesh.communicator("run")
     with handled(), StopSignals(Noted()) as signals:
-        assert signals.agreed(comm, is_due=world.rank == 0) == stop.DUE
+        assert signals.agreed(comm, is_due=world.rank == 0) == stop_signals.DUE
         if world.rank == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
         assert signals.agreed(comm, is_due=world.rank == 0) == signal.SIGUSR1

@@ -17,8 +17,7 @@ from ...torch_internals import in_backward, nodes_made
 from ..base.autograd import GroupPhase
 from ..base.events import Step, during
 from ..base.policy import CustomAllGather, CustomReduceScatter, PrefetchPolicy, RootSettings
-from ..schedule import hooks, registered
-from ..schedule import module_apply as moves
+from ..schedule import hooks, module_apply, registered
 from ..schedule.param_group import GroupSettings, ParamGroup, free_stale
 from ..schedule.runtime import Runtime, runtime_of
 from ..schedule.state_dicts import check_state_dict_options
@@ -393,12 +392,12 @@ class FSDPModule:
         )
         if (runtime := runtime_of(self.param_group)) is not None:
             runtime.settle()
-        without_values = moves.on_meta(inside)
+        without_values = module_apply.on_meta(inside)
         for group in groups:
-            moves.move(group, inside, fn)
-        with moves.hidden(groups):
+            module_apply.move(group, inside, fn)
+        with module_apply.hidden(groups):
             super()._apply(fn, recurse)  # type: ignore[misc]
-        moves.note_unwritten(without_values)
+        module_apply.note_unwritten(without_values)
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
